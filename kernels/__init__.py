@@ -1,0 +1,1 @@
+"""Attention and cache-write kernels: arrays in, arrays out."""

@@ -1,0 +1,1 @@
+"""Flax (NNX) decoders and checkpoint loaders."""

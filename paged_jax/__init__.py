@@ -1,0 +1,1 @@
+"""PagedAttention as pure JAX functions."""

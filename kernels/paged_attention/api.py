@@ -1,0 +1,177 @@
+"""The public call: checks its arguments and picks an implementation."""
+
+import math
+from typing import Literal, overload
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from . import xla
+
+type Implementation = Literal["xla", "mosaic_gpu", "triton"]
+
+_PLANNED = ("mosaic_gpu", "triton")
+
+
+@overload
+def ragged_paged_attention(
+    q: Float[Array, "T H D"],
+    k_pages: Float[Array, "N B KV D"],
+    v_pages: Float[Array, "N B KV D"],
+    kv_lens: Int[Array, "S"],
+    block_tables: Int[Array, "S M"],
+    cu_q_lens: Int[Array, "S+1"],
+    num_seqs: Int[Array, ""] | int,
+    *,
+    scale: float | None = ...,
+    window: int | None = ...,
+    soft_cap: float | None = ...,
+    sinks: Float[Array, "H"] | None = ...,
+    return_lse: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+    interpret: bool = ...,
+) -> Float[Array, "T H D"]: ...
+
+
+@overload
+def ragged_paged_attention(
+    q: Float[Array, "T H D"],
+    k_pages: Float[Array, "N B KV D"],
+    v_pages: Float[Array, "N B KV D"],
+    kv_lens: Int[Array, "S"],
+    block_tables: Int[Array, "S M"],
+    cu_q_lens: Int[Array, "S+1"],
+    num_seqs: Int[Array, ""] | int,
+    *,
+    scale: float | None = ...,
+    window: int | None = ...,
+    soft_cap: float | None = ...,
+    sinks: Float[Array, "H"] | None = ...,
+    return_lse: Literal[True],
+    implementation: Implementation | None = ...,
+    interpret: bool = ...,
+) -> tuple[Float[Array, "T H D"], Float[Array, "T H"]]: ...
+
+
+def ragged_paged_attention(
+    q,
+    k_pages,
+    v_pages,
+    kv_lens,
+    block_tables,
+    cu_q_lens,
+    num_seqs,
+    *,
+    scale=None,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    return_lse=False,
+    implementation=None,
+    interpret=False,
+):
+    """Causal attention of T flattened query tokens over the paged K and V of the sequences they belong to.
+
+    Sequence s owns the query rows `cu_q_lens[s]` to `cu_q_lens[s + 1]`: the last of its `kv_lens[s]` tokens, whose K
+    and V are in the pages that `block_tables[s]` names in order. Meaning and argument order are those of JAX's TPU op
+    of this name. H is a multiple of KV; query head h reads KV head h // (H / KV).
+
+    Sequences from `num_seqs` on are ignored. A query row that no sequence owns, or that sees no key, gives 0 and a
+    log-sum-exp of -inf. What lies in a page at a position that no live sequence's tokens occupy never matters, NaN
+    included; table entries past a sequence's length may be anything.
+
+    Args:
+        q: [T, H, D].
+        k_pages: [N, B, KV, D], N blocks of B token positions.
+        v_pages: as `k_pages`.
+        kv_lens: [S] tokens of each sequence.
+        block_tables: [S, M] physical block ids in logical order.
+        cu_q_lens: [S + 1], non-decreasing up to `num_seqs`, from 0.
+        num_seqs: how many of the S sequences are live; a scalar, or one number in an array [1].
+        scale: factor of the scores; 1 / sqrt(D) where None.
+        window: a query at position p sees the keys p - window + 1 to p; all up to p where None.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap).
+        sinks: [H] a logit for each head that counts in the softmax's denominator and has no value.
+        return_lse: also return the log of the denominator (sinks included) of each row and head, float32.
+        implementation: "xla", or None for the best that runs on the platform it is compiled for.
+        interpret: run a Pallas implementation in its interpreter; no meaning for "xla".
+
+    Returns:
+        [T, H, D] in the dtype of q, and [T, H] float32 if `return_lse`. Sums are float32 for all input dtypes.
+
+    Raises:
+        ValueError: a shape or a parameter is not as above.
+        TypeError: a dtype is not as above, or q, k_pages and v_pages differ in dtype.
+        NotImplementedError: the named implementation is not there.
+    """
+    _check_implementation(implementation)
+    _check_arrays(q, k_pages, v_pages, kv_lens, block_tables, cu_q_lens, num_seqs, sinks)
+    _check_parameters(window, soft_cap)
+    num_tokens, num_heads, head_dim = q.shape
+    if 0 in (num_tokens, kv_lens.shape[0], block_tables.shape[1], k_pages.shape[0], k_pages.shape[1]):
+        out, lse = jnp.zeros_like(q), jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
+    else:
+        as_int = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
+        out, lse = xla.attend(
+            q,
+            k_pages,
+            v_pages,
+            as_int(kv_lens),
+            as_int(block_tables),
+            as_int(cu_q_lens),
+            as_int(num_seqs).reshape(()),
+            sinks,
+            xla.Scoring(head_dim**-0.5 if scale is None else scale, window, soft_cap),
+        )
+    return (out, lse) if return_lse else out
+
+
+def _check_implementation(implementation) -> None:
+    if implementation in _PLANNED:
+        raise NotImplementedError(f"implementation={implementation!r} is not there yet; use 'xla' or None")
+    if implementation not in (None, "xla"):
+        raise ValueError(f"implementation={implementation!r}; expected 'xla', 'mosaic_gpu', 'triton' or None")
+
+
+def _check_parameters(window, soft_cap) -> None:
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+        raise TypeError(f"window={window!r}; expected an int of at least 1, or None")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}; expected at least 1, or None for all keys")
+    if soft_cap is not None and not (isinstance(soft_cap, int | float) and 0 < soft_cap < math.inf):
+        raise ValueError(f"soft_cap={soft_cap!r}; expected a finite number above 0, or None")
+
+
+def _check_arrays(q, k_pages, v_pages, kv_lens, block_tables, cu_q_lens, num_seqs, sinks) -> None:
+    ranks = dict(q=(q, "[T, H, D]"), k_pages=(k_pages, "[N, block_size, KV, D]"), kv_lens=(kv_lens, "[S]"))
+    ranks |= dict(block_tables=(block_tables, "[S, M]"), cu_q_lens=(cu_q_lens, "[S + 1]"))
+    for name, (x, expected) in ranks.items():
+        if jnp.ndim(x) != expected.count(",") + 1:
+            raise ValueError(f"{name} has shape {jnp.shape(x)}; expected {expected}")
+    num_heads, head_dim = q.shape[1:]
+    kv_heads, kv_head_dim = k_pages.shape[2:]
+    if kv_head_dim != head_dim:
+        raise ValueError(f"k_pages has head_dim {kv_head_dim}; expected {head_dim}, the head_dim of q")
+    if kv_heads < 1 or num_heads % kv_heads:
+        raise ValueError(f"q has {num_heads} heads; expected a multiple of the {kv_heads} KV heads of k_pages")
+    seqs = kv_lens.shape[0]
+    for name, x, expected in (
+        ("v_pages", v_pages, k_pages.shape),
+        ("block_tables", block_tables, (seqs, block_tables.shape[1])),
+        ("cu_q_lens", cu_q_lens, (seqs + 1,)),
+    ):
+        if jnp.shape(x) != expected:
+            raise ValueError(f"{name} has shape {jnp.shape(x)}; expected {expected}")
+    if jnp.shape(num_seqs) not in ((), (1,)):
+        raise ValueError(f"num_seqs has shape {jnp.shape(num_seqs)}; expected a scalar or (1,)")
+    if sinks is not None and jnp.shape(sinks) != (num_heads,):
+        raise ValueError(f"sinks has shape {jnp.shape(sinks)}; expected ({num_heads},), one for each head of q")
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"q has dtype {q.dtype}; expected a floating dtype")
+    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}; expected {q.dtype}, the dtype of q")
+    integers = dict(kv_lens=kv_lens, block_tables=block_tables, cu_q_lens=cu_q_lens, num_seqs=num_seqs)
+    for name, x in integers.items():
+        if not jnp.issubdtype(jnp.result_type(x), jnp.integer):
+            raise TypeError(f"{name} has dtype {jnp.result_type(x)}; expected an integer dtype")

@@ -1,0 +1,43 @@
+"""Writing new K and V into the pages."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def write_kv(
+    k_pages: Float[Array, "N B KV D"],
+    v_pages: Float[Array, "N B KV D"],
+    k: Float[Array, "T KV D"],
+    v: Float[Array, "T KV D"],
+    slots: Int[Array, "T"],
+) -> tuple[Float[Array, "N B KV D"], Float[Array, "N B KV D"]]:
+    """Write token t's K and V to slot `slots[t]` = block * B + offset of the pages; in place where they are donated.
+
+    A slot below 0 or from N * B on is dropped: that is how padding is written. No two tokens may name one slot.
+
+    Raises:
+        ValueError: an array has the wrong shape.
+        TypeError: K or V has another dtype than its pages, or the slots are not integers.
+    """
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if jnp.ndim(pages) != 4:
+            raise ValueError(f"{name} has shape {jnp.shape(pages)}; expected [N, block_size, kv_heads, head_dim]")
+    if k_pages.shape[:3] != v_pages.shape[:3]:
+        raise ValueError(f"v_pages has shape {v_pages.shape}; expected {k_pages.shape[:3]} and a head_dim, as k_pages")
+    if jnp.ndim(slots) != 1:
+        raise ValueError(f"slots has shape {jnp.shape(slots)}; expected [T]")
+    if not jnp.issubdtype(slots.dtype, jnp.integer):
+        raise TypeError(f"slots has dtype {slots.dtype}; expected an integer dtype")
+    for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
+        expected = (slots.shape[0], *pages.shape[2:])
+        if jnp.shape(new) != expected:
+            raise ValueError(f"{name} has shape {jnp.shape(new)}; expected {expected} to match slots and {name}_pages")
+        if new.dtype != pages.dtype:
+            raise TypeError(f"{name} has dtype {new.dtype}; expected {pages.dtype}, the dtype of {name}_pages")
+
+    num_blocks, block_size = k_pages.shape[:2]
+    # Two coordinates, never a flattened page: a pool may hold more than 2^31 numbers. A negative slot would wrap to the
+    # end of the pool, so it becomes the block past the end, which is dropped like the slots from N * B on.
+    block = jnp.where(slots < 0, num_blocks, slots // block_size)
+    at = (block, slots % block_size)
+    return k_pages.at[at].set(k, mode="drop"), v_pages.at[at].set(v, mode="drop")

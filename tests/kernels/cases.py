@@ -1,0 +1,119 @@
+"""Batches for the attention tests: sequences laid out in shuffled pages, with NaN wherever nothing was computed."""
+
+import contextlib
+from dataclasses import dataclass, field, replace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paged_jax.kernels.paged_attention import xla
+from paged_jax.kernels.paged_attention.reference import reference_attention
+
+FORMS = {"cpu": xla.one_tile_at_a_time, "gpu": xla.all_tiles_at_once}
+
+# Largest difference from the float64 reference, for queries, keys and values of unit scale: outputs are averages of
+# values, so of unit scale too. bfloat16 has 8 bits.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The static side of a case."""
+
+    head_dim: int = 16
+    block_size: int = 16
+    kv_heads: int = 2
+    group: int = 2
+    scoring: dict = field(default_factory=dict)
+    sinks: bool = False
+    dtype: str = "float32"
+
+    @property
+    def num_heads(self) -> int:
+        return self.kv_heads * self.group
+
+    def __str__(self):
+        extras = "".join(f"-{name}{value}" for name, value in self.scoring.items()) + "-sinks" * self.sinks
+        return f"D{self.head_dim}-B{self.block_size}-KV{self.kv_heads}x{self.group}-{self.dtype}{extras}"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The array arguments, in order; `sinks` goes by name."""
+
+    q: jax.Array
+    k_pages: jax.Array
+    v_pages: jax.Array
+    kv_lens: jax.Array
+    block_tables: jax.Array
+    cu_q_lens: jax.Array
+    num_seqs: jax.Array
+    sinks: jax.Array | None
+
+    @property
+    def arrays(self):
+        return tuple(getattr(self, name) for name in list(self.__dataclass_fields__)[:-1])
+
+
+def make_batch(heads: Heads, lens, *, num_tokens, num_seqs, table_width, seed=0, poison=True) -> Batch:
+    """Sequences of `(q_len, kv_len)` in `lens`, padded to the given sizes."""
+    rng = np.random.default_rng(seed)
+    size, width = heads.block_size, table_width
+    num_blocks = num_seqs * width + 3
+    pages = rng.standard_normal((2, num_blocks, size, heads.kv_heads, heads.head_dim), dtype=np.float32)
+    ids = iter(rng.permutation(np.arange(1, num_blocks)))
+    tables = np.zeros((num_seqs, width), np.int32)
+    computed = np.zeros((num_blocks, size), bool)
+    for s, (_, kv_len) in enumerate(lens):
+        for column in range(-(-kv_len // size)):
+            tables[s, column] = next(ids)
+            computed[tables[s, column], : kv_len - column * size] = True
+    if poison:
+        pages[:, ~computed] = np.nan
+    kv_lens, cu = np.zeros(num_seqs, np.int32), np.zeros(num_seqs + 1, np.int32)
+    kv_lens[: len(lens)] = [kv_len for _, kv_len in lens]
+    cu[1 : len(lens) + 1] = np.cumsum([q_len for q_len, _ in lens])
+    cu[len(lens) + 1 :] = cu[len(lens)]
+    assert cu[-1] <= num_tokens
+    q = rng.standard_normal((num_tokens, heads.num_heads, heads.head_dim), dtype=np.float32)
+    sinks = jnp.asarray(rng.standard_normal(heads.num_heads, dtype=np.float32)) if heads.sinks else None
+    q, k, v = (jnp.asarray(x, heads.dtype) for x in (q, *pages))
+    return Batch(q, k, v, *map(jnp.asarray, (kv_lens, tables, cu, np.int32(len(lens)))), sinks)
+
+
+SMALL_CHUNKS = dict(DECODE_CHUNK=32, WIDE_CHUNK=48, ALL_TILES_DECODE_CHUNK=32, ALL_TILES_WIDE_CHUNK=48)
+_compiled = {}
+
+
+def attend(form: str, heads: Heads, batch: Batch, *, small_chunks=True):
+    """(out, lse) of a form of the XLA path, compiled once for all batches of one static side.
+
+    Small chunks make a short context take several trips, which is what most tests are after.
+    """
+    key = (form, str(heads), small_chunks, *(x.shape for x in batch.arrays))
+    if key not in _compiled:
+        scoring = xla.Scoring(**{"scale": heads.head_dim**-0.5} | heads.scoring)
+        f = jax.jit(lambda arrays, sinks: xla.attend(*arrays, sinks, scoring, FORMS[form]))
+        with mock.patch.multiple(xla, **SMALL_CHUNKS) if small_chunks else contextlib.nullcontext():
+            _compiled[key] = f.lower(batch.arrays, batch.sinks).compile()
+    return _compiled[key](batch.arrays, batch.sinks)
+
+
+def expected(heads: Heads, batch: Batch):
+    """(out, lse) of the float64 reference."""
+    return reference_attention(*batch.arrays, sinks=batch.sinks, **heads.scoring)
+
+
+def assert_matches(heads: Heads, got, want):
+    out, lse = (np.asarray(x, np.float64) for x in got)
+    atol = TOLERANCE[heads.dtype]
+    np.testing.assert_allclose(out, want[0], rtol=atol, atol=atol)
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want[1]))
+    seen = ~np.isneginf(want[1])
+    np.testing.assert_allclose(lse[seen], want[1][seen], rtol=atol, atol=atol)
+
+
+def with_arrays(batch: Batch, **changes) -> Batch:
+    return replace(batch, **{name: jnp.asarray(x) for name, x in changes.items()})

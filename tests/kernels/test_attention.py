@@ -1,0 +1,255 @@
+import re
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Heads, assert_matches, attend, expected, make_batch, with_arrays
+
+from paged_jax.kernels import ragged_paged_attention, write_kv
+from paged_jax.kernels.paged_attention import xla
+
+both_forms = pytest.mark.parametrize("form", cases.FORMS)
+
+# Each value of each parameter at least once, and each option with more than one shape: pairs, not the full product.
+HEADS = [
+    Heads(16, 1, 2, 3),
+    Heads(64, 16, 3, 3, dict(window=20)),
+    Heads(80, 24, 1, 4, dict(soft_cap=2.0), sinks=True),
+    Heads(96, 8, 4, 1, dict(window=1, scale=0.3), sinks=True),
+    Heads(128, 32, 1, 8, dict(window=33, soft_cap=1.0)),
+    Heads(64, 16, 2, 4, dict(window=40), sinks=True, dtype="bfloat16"),
+    Heads(128, 8, 2, 1, dtype="bfloat16"),
+]
+each_heads = pytest.mark.parametrize("heads", HEADS, ids=str)
+
+
+def _edge_lengths(size):
+    return [1, size - 1 or 1, size, size + 1, 3 * size, 3 * size + 1]
+
+
+@both_forms
+@each_heads
+def test_decoding_rows_match_the_reference(heads, form):
+    size = heads.block_size
+    width = -(-100 // size) + 1  # not a multiple of the chunk
+    sizes = dict(num_tokens=8, num_seqs=8, table_width=width)
+    edges = [(1, n) for n in _edge_lengths(size)]
+    for lens in (
+        edges,
+        [(1, 100), (1, 1), (1, 37)],
+        [(0, 5), (1, 97), (0, 0), (1, 2), (3, 70)],
+        [(1, width * size)],
+        [],
+    ):
+        batch = make_batch(heads, lens, **sizes)
+        assert_matches(heads, attend(form, heads, batch), expected(heads, batch))
+
+
+@both_forms
+@each_heads
+def test_prefill_chunks_and_decoding_rows_in_one_batch_match_the_reference(heads, form):
+    size = heads.block_size
+    sizes = dict(num_tokens=96, num_seqs=7, table_width=-(-100 // size) + 1)
+    edges = [(n if n % 2 else 1, n) for n in _edge_lengths(size) if n < 26]
+    for lens in (
+        edges,
+        [(1, 40), (96 - 4, 96), (1, 1), (2, 90)],
+        [(0, 0), (33, 33), (1, 50), (0, 9), (32, 99), (30, 90)],
+        [(64, 100), (1, 3)],
+        [],
+    ):
+        batch = make_batch(heads, lens, **sizes)
+        assert_matches(heads, attend(form, heads, batch), expected(heads, batch))
+
+
+@both_forms
+@pytest.mark.parametrize("lens, num_tokens", [([(1, 1100), (1, 3), (1, 512)], 4), ([(60, 400), (1, 300)], 64)])
+def test_contexts_of_several_full_chunks_match_the_reference(form, lens, num_tokens):
+    heads = Heads(scoring=dict(window=700))
+    batch = make_batch(heads, lens, num_tokens=num_tokens, num_seqs=4, table_width=71)
+    assert_matches(heads, attend(form, heads, batch, small_chunks=False), expected(heads, batch))
+
+
+@both_forms
+def test_a_prompt_in_chunks_gives_what_it_gives_at_once(form):
+    heads = Heads()
+    total, size = 70, heads.block_size
+    whole = make_batch(heads, [(total, total), (1, 20)], num_tokens=72, num_seqs=2, table_width=5)
+    want, _ = expected(heads, whole)
+    table = np.asarray(whole.block_tables[0])
+    k, v = (x[table].reshape(-1, heads.kv_heads, heads.head_dim) for x in (whole.k_pages, whole.v_pages))
+    write = jax.jit(write_kv)
+    for chunk in (1, 7, size, 33, total):
+        pages = tuple(x.at[table].set(jnp.nan) for x in (whole.k_pages, whole.v_pages))
+        got = np.zeros((total, heads.num_heads, heads.head_dim))
+        for start in range(0, total, chunk):
+            n = min(chunk, total - start)
+            t = np.minimum(start + np.arange(72), total - 1)
+            slots = np.where(np.arange(72) < n, table[t // size] * size + t % size, whole.k_pages.shape[0] * size)
+            pages = write(*pages, k[t], v[t], jnp.asarray(slots, jnp.int32))
+            q = jnp.zeros_like(whole.q).at[:n].set(whole.q[start : start + n]).at[n].set(whole.q[total])
+            step = with_arrays(
+                whole, q=q, k_pages=pages[0], v_pages=pages[1], kv_lens=[start + n, 20], cu_q_lens=[0, n, n + 1]
+            )
+            out = np.asarray(attend(form, heads, step)[0])
+            got[start : start + n] = out[:n]
+            np.testing.assert_allclose(out[n], want[total], rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(got, want[:total], rtol=2e-6, atol=2e-6)
+
+
+@both_forms
+@pytest.mark.parametrize("num_tokens", [4, 80])
+def test_what_no_live_sequence_computed_does_not_matter(form, num_tokens):
+    heads = Heads(16, 16, 2, 2, dict(window=20))
+    lens = [(1, 50), (1, 17)] if num_tokens == 4 else [(1, 50), (40, 75), (2, 17)]
+    sizes = dict(num_tokens=num_tokens, num_seqs=4, table_width=6)
+    clean, poisoned = (make_batch(heads, lens, **sizes, poison=poison) for poison in (False, True))
+    want = [np.asarray(x) for x in attend(form, heads, clean)]
+    # Past a sequence's length the table names other sequences' blocks, or none that exist; rows that are not live hold
+    # anything at all. Blocks that a window has passed are the null block.
+    n = len(lens)
+    tables, kv_lens, cu = (np.array(x) for x in (poisoned.block_tables, poisoned.kv_lens, poisoned.cu_q_lens))
+    for s, (_, kv_len) in enumerate(lens):
+        tables[s, -(-kv_len // 16) :] = [tables[0, 0], 10**9, -7, -(2**31), 2**31 - 1, 3][: 6 - -(-kv_len // 16)]
+    tables[0, : (50 - 20) // 16] = 0
+    tables[n:], kv_lens[n:], cu[n + 1 :] = 10**6, 60, 10**6
+    poisoned = with_arrays(poisoned, block_tables=tables, kv_lens=kv_lens, cu_q_lens=cu)
+    for got, w in zip(attend(form, heads, poisoned), want, strict=True):
+        np.testing.assert_array_equal(got, w)
+    assert not np.isnan(want[0]).any()
+
+
+@both_forms
+def test_where_blocks_lie_and_who_shares_them_does_not_matter(form):
+    heads = Heads()
+    lens = [(1, 40), (9, 40), (20, 25)]
+    batch = make_batch(heads, lens, num_tokens=32, num_seqs=4, table_width=4)
+    tables = np.array(batch.block_tables)
+    tables[1, :2] = tables[0, :2]  # a prefix of two blocks in common
+    batch = with_arrays(batch, block_tables=tables)
+    got = attend(form, heads, batch)
+    assert_matches(heads, got, expected(heads, batch))
+    order = np.random.default_rng(3).permutation(batch.k_pages.shape[0])
+    moved = dict(k_pages=batch.k_pages[order], v_pages=batch.v_pages[order], block_tables=np.argsort(order)[tables])
+    for a, b in zip(attend(form, heads, with_arrays(batch, **moved)), got, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@both_forms
+def test_a_row_gives_the_same_numbers_whoever_its_neighbours_are(form):
+    heads = Heads()
+    sizes = dict(num_tokens=48, num_seqs=4, table_width=8)
+    batch = make_batch(heads, [(1, 77), (40, 100), (1, 3)], **sizes)
+    alone = with_arrays(batch, num_seqs=np.int32(1))
+    np.testing.assert_array_equal(attend(form, heads, alone)[0][0], attend(form, heads, batch)[0][0])
+
+
+@both_forms
+@pytest.mark.parametrize("num_tokens", [8, 64])
+def test_no_layer_copies_a_page_array(form, num_tokens):
+    heads = Heads(dtype="float32")
+    prime, layers, seqs, width = 4001, 2, 8, 6
+    shape = (prime, heads.block_size, heads.kv_heads, heads.head_dim)
+
+    def step(pages, q, k, v, slots, *index):
+        new = []
+        for k_pages, v_pages in pages:
+            k_pages, v_pages = write_kv(k_pages, v_pages, k, v, slots)
+            q, _ = xla.attend(q, k_pages, v_pages, *index, None, xla.Scoring(1.0), cases.FORMS[form])
+            new.append((k_pages, v_pages))
+        return new, q
+
+    spec = jax.ShapeDtypeStruct
+    pages = [(spec(shape, jnp.float32),) * 2] * layers
+    kv = spec((num_tokens, heads.kv_heads, heads.head_dim), jnp.float32)
+    ints = [spec(s, jnp.int32) for s in ((num_tokens,), (seqs,), (seqs, width), (seqs + 1,), ())]
+    q = spec((num_tokens, heads.num_heads, heads.head_dim), jnp.float32)
+    compiled = jax.jit(step, donate_argnums=0).lower(pages, q, kv, kv, *ints).compile()
+    makes_pages = re.compile(rf"= \S*\[[\d,]*\b{prime}\b[\d,]*\]\S* (copy|broadcast|reduce|transpose|convert|select)\(")
+    assert not [line for line in compiled.as_text().splitlines() if makes_pages.search(line)]
+    page_bytes = 4 * np.prod(shape)
+    assert compiled.memory_analysis().alias_size_in_bytes == 2 * layers * page_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes < page_bytes // 2
+
+
+def test_the_public_call_defaults_to_causal_attention_scaled_by_the_head_dim():
+    heads = Heads()
+    batch = make_batch(heads, [(3, 30), (1, 5)], num_tokens=4, num_seqs=2, table_width=3)
+    out = jax.jit(ragged_paged_attention)(*batch.arrays)
+    want, want_lse = expected(heads, batch)
+    np.testing.assert_allclose(out, want, rtol=2e-6, atol=2e-6)
+    assert out.dtype == batch.q.dtype
+    arrays = with_arrays(batch, num_seqs=[2]).arrays
+    out, lse = ragged_paged_attention(*arrays, return_lse=True, implementation="xla")
+    assert_matches(heads, (out, lse), (want, want_lse))
+    assert lse.dtype == jnp.float32
+
+
+def test_options_of_the_public_call_reach_the_scores():
+    heads = Heads(scoring=dict(scale=0.7, window=9, soft_cap=1.5), sinks=True)
+    batch = make_batch(heads, [(3, 30), (1, 5)], num_tokens=4, num_seqs=2, table_width=3)
+    got = ragged_paged_attention(*batch.arrays, sinks=batch.sinks, return_lse=True, **heads.scoring)
+    assert_matches(heads, got, expected(heads, batch))
+
+
+@pytest.mark.parametrize("empty", [dict(T=0), dict(S=0), dict(M=0)], ids=str)
+def test_a_batch_with_nothing_in_it_gives_zeros(empty):
+    size = dict(T=3, S=2, M=2) | empty
+    out, lse = ragged_paged_attention(
+        jnp.ones((size["T"], 4, 16)),
+        *[jnp.ones((5, 8, 2, 16))] * 2,
+        jnp.full(size["S"], 9),
+        jnp.ones((size["S"], size["M"]), jnp.int32),
+        jnp.arange(size["S"] + 1),
+        size["S"],
+        return_lse=True,
+    )
+    assert out.shape == (size["T"], 4, 16) and not out.any()
+    assert lse.shape == (size["T"], 4) and np.isneginf(lse).all()
+
+
+def _f32(*shape):
+    return jnp.zeros(shape, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(q=_f32(4, 64)), ValueError, r"q has shape \(4, 64\); expected \[T, H, D\]"),
+        (dict(q=_f32(4, 5, 16)), ValueError, "q has 5 heads; expected a multiple of the 2 KV heads"),
+        (dict(q=_f32(4, 4, 8)), ValueError, "k_pages has head_dim 16; expected 8"),
+        (dict(q=jnp.zeros((4, 4, 16), jnp.int32)), TypeError, "q has dtype int32; expected a floating dtype"),
+        (dict(q=jnp.zeros((4, 4, 16), jnp.bfloat16)), TypeError, "k_pages has dtype float32; expected bfloat16"),
+        (dict(k_pages=_f32(5, 8, 32)), ValueError, r"k_pages has shape \(5, 8, 32\)"),
+        (dict(v_pages=_f32(5, 8, 2, 8)), ValueError, r"v_pages has shape \(5, 8, 2, 8\); expected \(5, 8, 2, 16\)"),
+        (dict(v_pages=jnp.zeros((5, 8, 2, 16), jnp.bfloat16)), TypeError, "v_pages has dtype bfloat16"),
+        (dict(kv_lens=jnp.zeros((2, 1), jnp.int32)), ValueError, r"kv_lens has shape \(2, 1\); expected \[S\]"),
+        (dict(kv_lens=_f32(2)), TypeError, "kv_lens has dtype float32; expected an integer dtype"),
+        (
+            dict(block_tables=jnp.zeros((3, 4), jnp.int32)),
+            ValueError,
+            r"block_tables has shape \(3, 4\); expected \(2, 4\)",
+        ),
+        (dict(block_tables=_f32(2, 4)), TypeError, "block_tables has dtype float32"),
+        (dict(cu_q_lens=jnp.zeros(2, jnp.int32)), ValueError, r"cu_q_lens has shape \(2,\); expected \(3,\)"),
+        (dict(num_seqs=jnp.zeros(2, jnp.int32)), ValueError, r"num_seqs has shape \(2,\); expected a scalar"),
+        (dict(num_seqs=1.5), TypeError, "num_seqs has dtype float32"),
+        (dict(sinks=_f32(2)), ValueError, r"sinks has shape \(2,\); expected \(4,\)"),
+        (dict(window=0), ValueError, "window=0; expected at least 1"),
+        (dict(window=-3), ValueError, "window=-3; expected at least 1"),
+        (dict(window=2.0), TypeError, r"window=2\.0; expected an int"),
+        (dict(soft_cap=0.0), ValueError, r"soft_cap=0\.0; expected a finite number above 0"),
+        (dict(soft_cap=float("nan")), ValueError, "soft_cap=nan"),
+        (dict(implementation="cudnn"), ValueError, "implementation='cudnn'; expected 'xla'"),
+        (dict(implementation="mosaic_gpu"), NotImplementedError, "implementation='mosaic_gpu' is not there yet"),
+        (dict(implementation="triton"), NotImplementedError, "implementation='triton' is not there yet"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
+)
+def test_a_bad_argument_is_named_with_its_value(change, error, message):
+    good = dict(q=_f32(4, 4, 16), k_pages=_f32(5, 8, 2, 16), v_pages=_f32(5, 8, 2, 16))
+    good |= dict(kv_lens=jnp.array([3, 5]), block_tables=jnp.zeros((2, 4), jnp.int32), cu_q_lens=jnp.array([0, 3, 4]))
+    with pytest.raises(error, match=message):
+        ragged_paged_attention(**good | dict(num_seqs=2) | change)

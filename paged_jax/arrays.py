@@ -1,0 +1,33 @@
+"""Array idioms that the state modules share."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+def read_before_write(array: Array, index) -> tuple[Array, Array]:
+    """`array[index]` and `array`, ordered so that a later write of `array` happens in place.
+
+    Without the barrier XLA may fuse the read into a consumer that runs after the write, and copies the whole array to keep
+    the old values alive.
+    """
+    return jax.lax.optimization_barrier((array[index], array))
+
+
+def ceil_div(a, b: int):
+    """a / b rounded up, for b > 0."""
+    return (a + b - 1) // b
+
+
+def exclusive_cumsum(x: Int[Array, "n"]) -> Int[Array, "n"]:
+    """Sum of the elements before each."""
+    return jnp.cumsum(x) - x
+
+
+def once(condition, body, carry):
+    """`body(carry)` if `condition` else `carry`, as a loop of one trip or none.
+
+    A `lax.cond` with the page arrays among its operands copies them on a GPU; a loop carries them in place.
+    """
+    out = jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), body(c[1])), (jnp.asarray(condition), carry))
+    return out[1]

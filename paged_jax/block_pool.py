@@ -1,0 +1,219 @@
+"""The physical blocks: reference counts, and the free queue that can be entered at both ends and left anywhere.
+
+    ring    . . 7 3 9 - 4 . . .        an entry is live when stamp[ring[p]] == p; "-" was taken out of the middle
+                ^head     ^head+span   positions count modulo 2N
+
+Block 0 is the null block: it is never in the queue and its count means nothing, so N blocks give N - 1 usable ones. Pop reads
+a window from the head; release puts blocks without content worth keeping at the head (reused first, while still in cache)
+and the others at the tail (least recently used). The queue order is vLLM's, block for block.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from paged_jax.arrays import once, read_before_write
+from paged_jax.errors import ConfigError
+
+
+@struct.dataclass
+class BlockPool:
+    """Reference counts and free queue of N physical blocks."""
+
+    ref_count: Int[Array, "N"]
+    ring: Int[Array, "2N"]  # free block ids in eviction order, dead entries among them
+    stamp: Int[Array, "N"]  # the ring position at which a free block stands, else -1
+    head: Int[Array, ""]  # ring position of the next block to hand out
+    span: Int[Array, ""]  # entries from the head on, live and dead
+    num_free: Int[Array, ""]
+
+    @property
+    def num_blocks(self) -> int:
+        """N, the null block included."""
+        return self.ref_count.shape[0]
+
+
+def init_pool(num_blocks: int) -> BlockPool:
+    """A pool of `num_blocks` with 1 to N - 1 free in that order. Raises ConfigError below one block."""
+    if num_blocks < 1:
+        raise ConfigError(f"num_blocks={num_blocks}: a pool needs at least 1, the null block")
+    ids = jnp.arange(num_blocks, dtype=jnp.int32)
+    return BlockPool(
+        ref_count=jnp.zeros_like(ids),
+        ring=jnp.concatenate([ids[1:], jnp.zeros(num_blocks + 1, jnp.int32)]),
+        stamp=ids - 1,
+        head=jnp.int32(0),
+        span=jnp.int32(num_blocks - 1),
+        num_free=jnp.int32(num_blocks - 1),
+    )
+
+
+def usage(pool: BlockPool) -> Array:
+    """Share of the usable blocks in use, 0 to 1; 0 for a pool of the null block alone."""
+    usable = max(pool.num_blocks - 1, 1)
+    return (pool.num_blocks - 1 - pool.num_free) / usable
+
+
+def _window(pool: BlockPool, width: int) -> tuple[Array, Array, Array]:
+    """Block ids, liveness and ring positions of the first `width` entries from the head."""
+    offsets = jnp.arange(width, dtype=jnp.int32)
+    positions = (pool.head + offsets) % pool.ring.shape[0]
+    ids = pool.ring[positions]
+    return ids, (offsets < pool.span) & (pool.stamp[ids] == positions), positions
+
+
+def head_is_ready(pool: BlockPool, count: Int[Array, ""], width: int) -> Bool[Array, ""]:
+    """Whether the first `count` (`width` at most) entries are all live, so that `pop_ready` may take them."""
+    width = min(width, pool.ring.shape[0])
+    _, live, _ = _window(pool, width)
+    return jnp.all(live | (jnp.arange(width, dtype=jnp.int32) >= count))
+
+
+def ready_head(pool: BlockPool, count: Int[Array, ""], width: int) -> BlockPool:
+    """Move the first `count` free blocks together at the head, past any number of dead entries. Rare: it walks the queue.
+
+    `count` must not exceed `num_free` or `width`.
+    """
+    width = min(width, pool.ring.shape[0])
+
+    def gather(carry):
+        pool, found, ids = carry
+        block, live, _ = _window(pool, width)
+        rank = found + jnp.cumsum(live) - 1
+        taken = live & (rank < count)
+        ids = ids.at[jnp.where(taken, rank, width)].set(block, mode="drop")
+        # Stop right behind the last one needed, so that what follows keeps its place.
+        done = found + jnp.sum(live) >= count
+        passed = jnp.where(done, jnp.max(jnp.where(taken, jnp.arange(width, dtype=jnp.int32) + 1, 0)), width)
+        pool = pool.replace(head=(pool.head + passed) % pool.ring.shape[0], span=pool.span - passed)
+        return pool, found + jnp.sum(taken, dtype=jnp.int32), ids
+
+    start = (pool, jnp.zeros_like(count), jnp.zeros(width, jnp.int32))
+    pool, found, ids = jax.lax.while_loop(lambda c: c[1] < count, gather, start)
+    # The region in front of the head is free for them: they all came from behind it.
+    head = (pool.head - found) % pool.ring.shape[0]
+    offsets = jnp.arange(width, dtype=jnp.int32)
+    taken = offsets < found
+    positions = (head + offsets) % pool.ring.shape[0]
+    return pool.replace(
+        ring=pool.ring.at[jnp.where(taken, positions, pool.ring.shape[0])].set(ids, mode="drop"),
+        stamp=pool.stamp.at[jnp.where(taken, ids, pool.num_blocks)].set(positions, mode="drop"),
+        head=head,
+        span=pool.span + found,
+    )
+
+
+def pop_ready(pool: BlockPool, count: Int[Array, ""], width: int) -> tuple[BlockPool, Int[Array, "width"], Bool[Array, ""]]:
+    """Take `count` blocks from the head into use (reference count 1), where `head_is_ready`.
+
+    Returns their ids in order, 0 behind them. Not ok, and nothing changed, when fewer than `count` are free.
+    """
+    ok = (count <= pool.num_free) & (count <= width)
+    count = jnp.where(ok, count, 0)
+    ring_size, window = pool.ring.shape[0], min(width, pool.ring.shape[0])
+    offsets = jnp.arange(window, dtype=jnp.int32)
+    positions = (pool.head + offsets) % ring_size
+    ids = pool.ring[positions]
+    stamps, stamp = read_before_write(pool.stamp, ids)
+    live = (offsets < pool.span) & (stamps == positions)
+    rank = jnp.cumsum(live, dtype=jnp.int32) - 1
+    taken = live & (rank < count)
+    blocks = jnp.zeros(width, jnp.int32).at[jnp.where(taken, rank, width)].set(ids, mode="drop")
+    passed = jnp.max(jnp.where(taken, offsets + 1, 0))
+    target = jnp.where(taken, ids, pool.num_blocks)
+    pool = pool.replace(
+        ref_count=pool.ref_count.at[target].set(1, mode="drop"),
+        stamp=stamp.at[target].set(-1, mode="drop"),
+        head=(pool.head + passed) % ring_size,
+        span=pool.span - passed,
+        num_free=pool.num_free - count,
+    )
+    return pool, blocks, ok
+
+
+def make_ready(pool: BlockPool, count: Int[Array, ""], width: int) -> BlockPool:
+    """`ready_head` where it is needed and the pool has that many."""
+    fits = (count <= pool.num_free) & (count <= width)
+    return once(fits & ~head_is_ready(pool, count, width), lambda p: ready_head(p, count, width), pool)
+
+
+def pop(pool: BlockPool, count: Int[Array, ""], width: int) -> tuple[BlockPool, Int[Array, "width"], Bool[Array, ""]]:
+    """`pop_ready`, whatever stands at the head."""
+    return pop_ready(make_ready(pool, count, width), count, width)
+
+
+def release(
+    pool: BlockPool, blocks: Int[Array, "rows columns"], keep: Bool[Array, "rows columns"]
+) -> tuple[BlockPool, Bool[Array, ""]]:
+    """Give back one reference of each block named; null entries are passed over.
+
+    Rows are released one after another, each from its last column to its first. A block whose last reference this is goes
+    to the tail of the queue where `keep`, else to its head. A block may stand in several rows, but then in one column: forks
+    share a block at the same place of their tables. Not ok, and nothing changed, when a block has fewer references.
+    """
+    held = blocks != 0
+    same = (blocks[:, None] == blocks[None]) & held[None]  # [row, other row, column]
+    later = jnp.any(same & jnp.triu(jnp.ones(same.shape[:2], bool), 1)[..., None], axis=1)
+    counts, ref_count = read_before_write(pool.ref_count, blocks)
+    counts = counts - jnp.sum(same, axis=1, dtype=jnp.int32)
+    ok = jnp.all(~held | (counts >= 0))
+    held = held & ok
+    ref_count = ref_count.at[jnp.where(held, blocks, pool.num_blocks)].add(-1, mode="drop")
+    pool = _push(pool.replace(ref_count=ref_count), blocks, held & ~later & (counts == 0), keep)
+    return pool, ok
+
+
+def _push(pool: BlockPool, blocks: Array, freed: Array, keep: Array) -> BlockPool:
+    """Queue the `freed` blocks: heads later row first, tails earlier row first, each row from its last column."""
+    ring_size = pool.ring.shape[0]
+    to_head = jnp.flip(freed & ~keep).ravel()
+    to_tail = jnp.flip(freed & keep, 1).ravel()
+    num_head, num_tail = (jnp.sum(x, dtype=jnp.int32) for x in (to_head, to_tail))
+    head = pool.head - num_head
+    at_head = head + jnp.cumsum(to_head, dtype=jnp.int32) - 1
+    at_tail = pool.head + pool.span + jnp.cumsum(to_tail, dtype=jnp.int32) - 1
+    ids = jnp.concatenate([jnp.flip(blocks).ravel(), jnp.flip(blocks, 1).ravel()])
+    queued = jnp.concatenate([to_head, to_tail])
+    positions = jnp.concatenate([at_head, at_tail]) % ring_size
+    return pool.replace(
+        ring=pool.ring.at[jnp.where(queued, positions, ring_size)].set(ids, mode="drop"),
+        stamp=pool.stamp.at[jnp.where(queued, ids, pool.num_blocks)].set(positions, mode="drop"),
+        head=head % ring_size,
+        span=pool.span + num_head + num_tail,
+        num_free=pool.num_free + num_head + num_tail,
+    )
+
+
+def touch(pool: BlockPool, blocks: Int[Array, "k"], times: Int[Array, ""]) -> BlockPool:
+    """Add `times` references to each distinct block named (0 is passed over), taking a free one out of the queue's middle."""
+    times = jnp.asarray(times, jnp.int32)
+    held = (blocks != 0) & (times > 0)
+    # Each free block touched leaves a dead entry behind; at most N may gather before the ring could overflow.
+    dead = pool.span - pool.num_free
+    pool = once(dead + blocks.shape[0] > pool.num_blocks, compact, pool)
+    counts, ref_count = read_before_write(pool.ref_count, blocks)
+    was_free = held & (counts == 0)
+    return pool.replace(
+        ref_count=ref_count.at[jnp.where(held, blocks, pool.num_blocks)].add(times, mode="drop"),
+        stamp=pool.stamp.at[jnp.where(was_free, blocks, pool.num_blocks)].set(-1, mode="drop"),
+        num_free=pool.num_free - jnp.sum(was_free, dtype=jnp.int32),
+    )
+
+
+def compact(pool: BlockPool) -> BlockPool:
+    """Drop the dead entries of the queue. Rare: it costs a pass over the pool."""
+    ids, live, _ = _window(pool, pool.ring.shape[0])
+    rank = jnp.where(live, jnp.cumsum(live, dtype=jnp.int32) - 1, pool.ring.shape[0])
+    return pool.replace(
+        ring=jnp.zeros_like(pool.ring).at[rank].set(ids, mode="drop"),
+        stamp=pool.stamp.at[jnp.where(live, ids, pool.num_blocks)].set(rank, mode="drop"),
+        head=jnp.zeros_like(pool.head),
+        span=pool.num_free,
+    )
+
+
+def free_queue(pool: BlockPool) -> list[int]:
+    """The free blocks in the order in which they would be handed out. On the host; for inspection and tests."""
+    ids, live, _ = jax.device_get(_window(pool, pool.ring.shape[0]))
+    return ids[live].tolist()

@@ -1,0 +1,255 @@
+"""The one place where pool and tables change together: allocate, fork, release.
+
+Public functions take a config, a cache and rows, and return a new cache and an `ok` flag; when not ok the cache is the old one.
+They are jitted, can be called inside a `jit`, and expect distinct rows.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from paged_jax import block_pool
+from paged_jax.arrays import ceil_div, exclusive_cumsum, read_before_write
+from paged_jax.block_pool import BlockPool
+from paged_jax.block_table import BlockTables, first_live_block, init_tables, missing_blocks
+from paged_jax.config import CacheConfig
+from paged_jax.errors import ConfigError
+from paged_jax.kv_cache import KVCache, init_pages
+
+RELEASE_ROWS = 4  # rows released in one vectorised pass; few, because a pass costs RELEASE_ROWS x table width
+
+
+@struct.dataclass
+class PagedCache:
+    """A paged KV cache: bookkeeping and storage, one value."""
+
+    pool: BlockPool
+    tables: BlockTables
+    kv: KVCache
+
+
+def init_cache(config: CacheConfig) -> PagedCache:
+    """An empty cache."""
+    return PagedCache(
+        pool=block_pool.init_pool(config.num_blocks),
+        tables=init_tables(config.num_groups, config.max_rows, config.max_blocks_per_row),
+        kv=init_pages(
+            config.num_layers,
+            config.num_blocks,
+            config.block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            config.dtype,
+        ),
+    )
+
+
+# ---------------------------------------------------------------- the functional core, public
+
+
+def allocate_slots(
+    config: CacheConfig,
+    cache: PagedCache,
+    rows: Int[Array, "k"] | int,
+    num_new_tokens: Int[Array, "k"] | int,
+    *,
+    reserved_blocks: Int[Array, ""] | int = 0,
+    must_fit_tokens: Int[Array, "k"] | int = 0,
+) -> tuple[PagedCache, Bool[Array, ""]]:
+    """Give each row slots for `num_new_tokens` more tokens: blocks on demand, all rows or none.
+
+    Blocks are handed out row by row in the order given. `reserved_blocks` must stay free, and each row's `must_fit_tokens`
+    would have to fit too, though only the new tokens are allocated (vLLM's full_sequence_must_fit).
+    Not ok when the free blocks or the tables' width do not suffice. Raises ConfigError for a count below 1 or a row outside
+    the table, where they are concrete.
+    """
+    rows, new = _concrete_rows(config, rows), jnp.atleast_1d(jnp.asarray(num_new_tokens, jnp.int32))
+    if not isinstance(new, jax.core.Tracer) and np.any(np.asarray(new) < 1):
+        raise ConfigError(f"num_new_tokens={np.asarray(new).tolist()}: each row must ask for at least 1")
+    if new.shape not in ((1,), rows.shape):
+        raise ConfigError(f"num_new_tokens: shape {new.shape} for {rows.shape[0]} rows; one count, or one a row, is needed")
+    return _allocate(config, cache, rows, new, jnp.asarray(reserved_blocks), jnp.asarray(must_fit_tokens))
+
+
+def fork(config: CacheConfig, cache: PagedCache, parent, children) -> tuple[PagedCache, Bool[Array, ""]]:
+    """Let each child row share every block of `parent`, the partly filled last one too. No page is copied.
+
+    Not ok when a child row is in use. Raises ConfigError for a row outside the table, where they are concrete.
+    """
+    return _fork(cache, _concrete_rows(config, parent)[0], _concrete_rows(config, children))
+
+
+def free(config: CacheConfig, cache: PagedCache, rows) -> tuple[PagedCache, Bool[Array, ""]]:
+    """Release the blocks of each row, the first row first, each from its last block to its first. An empty row is passed over.
+
+    Not ok, and nothing released, when a block has fewer references than that. Raises ConfigError for a row outside the
+    table, where they are concrete.
+    """
+    return _free(cache, _concrete_rows(config, rows))
+
+
+def _concrete_rows(config: CacheConfig, rows) -> Int[Array, "k"]:
+    rows = jnp.atleast_1d(jnp.asarray(rows, jnp.int32))
+    if not isinstance(rows, jax.core.Tracer):
+        listed = np.asarray(rows).tolist()
+        if any(not 0 <= row < config.max_rows for row in listed):
+            raise ConfigError(f"rows={listed}: each must be from 0 to {config.max_rows - 1}")
+        if len(set(listed)) < len(listed):
+            raise ConfigError(f"rows={listed}: each row may be named once")
+    return rows
+
+
+@partial(jax.jit, static_argnums=0)
+def _allocate(config: CacheConfig, cache: PagedCache, rows, new, reserved_blocks, must_fit):
+    tables, width = cache.tables, config.max_blocks_per_row
+    target = tables.num_tokens[rows] + new
+    need = missing_blocks(tables, rows, target, config.block_size)
+    whole = missing_blocks(tables, rows, jnp.maximum(target, must_fit), config.block_size)
+    ok = (jnp.sum(whole) <= cache.pool.num_free - reserved_blocks) & jnp.all(target <= width * config.block_size)
+    need = jnp.where(ok, need, 0)
+    total, window = jnp.sum(need), min(need.size * width, config.num_blocks)
+    pool = block_pool.make_ready(cache.pool, total, window)
+    pool, tables = grow(pool, tables, rows, need, jnp.where(ok, target, tables.num_tokens[rows]), width)
+    return cache.replace(pool=pool, tables=tables), ok
+
+
+@jax.jit
+def _fork(cache: PagedCache, parent, children):
+    tables = cache.tables
+    ok = jnp.all(tables.num_tokens[children] == 0) & jnp.all(tables.num_blocks[:, children] == 0)
+    ok = ok & jnp.all(children != parent)
+    shared, blocks = read_before_write(tables.blocks, (slice(None), parent))
+    target = jnp.where(ok, children, tables.num_rows)
+    times = jnp.where(ok, jnp.int32(children.shape[0]), 0)
+    tables = BlockTables(
+        blocks=blocks.at[:, target].set(shared[:, None], mode="drop"),
+        num_blocks=tables.num_blocks.at[:, target].set(tables.num_blocks[:, parent][:, None], mode="drop"),
+        num_tokens=tables.num_tokens.at[target].set(tables.num_tokens[parent], mode="drop"),
+    )
+    return cache.replace(pool=block_pool.touch(cache.pool, shared.ravel(), times), tables=tables), ok
+
+
+@jax.jit
+def _free(cache: PagedCache, rows):
+    repeated = jnp.any(jnp.tril(rows[:, None] == rows[None], -1), axis=1)
+    rows = jnp.where(repeated, cache.tables.num_rows, rows)
+    pool, tables, ok = release_rows(cache.pool, cache.tables, rows, jnp.int32(rows.shape[0]))
+    old = (cache.pool, cache.tables)
+    pool, tables = jax.tree.map(lambda new, old: jnp.where(ok, new, old), (pool, tables), old)
+    return cache.replace(pool=pool, tables=tables), ok
+
+
+# ---------------------------------------------------------------- what the step calls
+
+
+def grow(
+    pool: BlockPool,
+    tables: BlockTables,
+    rows: Int[Array, "k"],
+    need: Int[Array, "G k"],
+    num_tokens: Int[Array, "k"],
+    columns: int,
+) -> tuple[BlockPool, BlockTables]:
+    """Append `need` blocks to each row's tables, row by row and within a row group by group.
+
+    The caller has made sure that the blocks are free and stand ready at the queue's head. A row needs `columns` at most in a
+    group; a row out of range is padding and needs none. `num_tokens` becomes what the rows have slots for.
+    """
+    groups, k = need.shape
+    flat = need.T.ravel()  # row by row, group by group
+    pool, ids, _ = block_pool.pop_ready(pool, jnp.sum(flat), min(groups * k * columns, pool.num_blocks))
+    first = exclusive_cumsum(flat).reshape(k, groups).T
+    column = jnp.arange(columns, dtype=jnp.int32)
+    source = jnp.minimum(first[..., None] + column, ids.shape[0] - 1)
+    given = column < need[..., None]
+    have, num_blocks = read_before_write(tables.num_blocks, (slice(None), rows))
+    target = jnp.where(given, have[..., None] + column, tables.blocks.shape[2])
+    group = jnp.arange(groups, dtype=jnp.int32)[:, None]
+    return pool, BlockTables(
+        blocks=tables.blocks.at[group[..., None], rows[None, :, None], target].set(ids[source], mode="drop"),
+        num_blocks=num_blocks.at[group, rows[None]].add(need, mode="drop"),
+        num_tokens=tables.num_tokens.at[rows].max(num_tokens, mode="drop"),
+    )
+
+
+def release_rows(
+    pool: BlockPool, tables: BlockTables, rows: Int[Array, "k"], count: Int[Array, ""]
+) -> tuple[BlockPool, BlockTables, Bool[Array, ""]]:
+    """Release all blocks of the first `count` rows named, a few rows at a time."""
+
+    def release_some(carry):
+        pool, tables, ok, done = carry
+        offsets = done + jnp.arange(RELEASE_ROWS, dtype=jnp.int32)
+        some = jnp.where(offsets < count, rows[jnp.minimum(offsets, rows.shape[0] - 1)], tables.num_rows)
+        held = jnp.where(some < tables.num_rows, tables.num_blocks[:, some], 0)
+        pool, tables, released = release_columns(pool, tables, some, jnp.zeros_like(held), held, tables.blocks.shape[2])
+        tables = tables.replace(
+            num_blocks=tables.num_blocks.at[:, some].set(0, mode="drop"),
+            num_tokens=tables.num_tokens.at[some].set(0, mode="drop"),
+        )
+        return pool, tables, ok & released, done + RELEASE_ROWS
+
+    start = (pool, tables, jnp.ones_like(count, bool), jnp.zeros_like(count))
+    pool, tables, ok, _ = jax.lax.while_loop(lambda c: c[3] < count, release_some, start)
+    return pool, tables, ok
+
+
+def release_columns(
+    pool: BlockPool,
+    tables: BlockTables,
+    rows: Int[Array, "k"],
+    low: Int[Array, "G k"],
+    high: Int[Array, "G k"],
+    columns: int,
+) -> tuple[BlockPool, BlockTables, Bool[Array, ""]]:
+    """Release the blocks in table columns `low` to `high` (at most `columns` of them) of each row and leave nulls there."""
+    groups, k = low.shape
+    column = low[..., None] + jnp.arange(columns, dtype=jnp.int32)
+    inside = column < high[..., None]
+    group = jnp.arange(groups, dtype=jnp.int32)[:, None, None]
+    index = (group, rows[None, :, None], jnp.minimum(column, tables.blocks.shape[2] - 1))
+    blocks, table = read_before_write(tables.blocks, index)
+    blocks = jnp.where(inside, blocks, 0)
+    by_row = jnp.moveaxis(blocks, 1, 0).reshape(k, groups * columns)
+    pool, ok = block_pool.release(pool, by_row, jnp.zeros_like(by_row, bool))
+    target = jnp.where(inside & ok, column, tables.blocks.shape[2])
+    return pool, tables.replace(blocks=table.at[group, rows[None, :, None], target].set(0, mode="drop")), ok
+
+
+def release_below_window(
+    config: CacheConfig,
+    pool: BlockPool,
+    tables: BlockTables,
+    rows: Int[Array, "k"],
+    before: Int[Array, "k"],
+    after: Int[Array, "k"],
+    columns: int,
+) -> tuple[BlockPool, BlockTables]:
+    """Release, in the sliding-window groups, the whole blocks that fell below the window as `before` computed tokens became
+    `after`."""
+    if all(window is None for window in config.windows):
+        return pool, tables
+    low, high = (
+        jnp.stack([first_live_block(tokens, window, config.block_size) for window in config.windows])
+        for tokens in (before, after)
+    )
+    return release_columns(pool, tables, rows, low, high, columns)[:2]
+
+
+def admission_blocks(
+    config: CacheConfig, num_tokens: Int[Array, ""], max_chunk: int
+) -> Int[Array, ""]:
+    """Blocks that must be free before a sequence of `num_tokens` is admitted: all of it, whole, in full-attention groups; what a
+    window and one chunk of `max_chunk` tokens can hold at once in sliding-window groups."""
+    whole = ceil_div(num_tokens, config.block_size)
+    return sum(
+        (
+            whole if window is None else jnp.minimum(whole, ceil_div(window - 1 + max_chunk, config.block_size) + 1)
+            for window in config.windows
+        ),
+        start=jnp.zeros_like(num_tokens),
+    )

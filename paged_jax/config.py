@@ -1,0 +1,124 @@
+"""Static sizes: frozen, hashable, validated when made."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from paged_jax.errors import ConfigError
+
+
+def _require_int(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name}={value!r}: an int is needed, got {type(value).__name__}")
+    if value < least:
+        raise ConfigError(f"{name}={value}: must be at least {least}")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Sizes of a paged KV cache.
+
+    `windows` has one entry for each KV-cache group: None for full attention, else the sliding window in tokens.
+    `num_layers` counts page pairs: the layers of the largest group. 0 keeps the books without pages.
+    """
+
+    num_blocks: int
+    max_rows: int
+    max_blocks_per_row: int
+    block_size: int = 16
+    windows: tuple[int | None, ...] = (None,)
+    num_layers: int = 0
+    num_kv_heads: int = 1
+    head_dim: int = 1
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        for name in ("num_blocks", "max_rows", "max_blocks_per_row", "block_size", "num_kv_heads", "head_dim"):
+            _require_int(name, getattr(self, name), 1)
+        _require_int("num_layers", self.num_layers, 0)
+        if not isinstance(self.windows, tuple) or not self.windows:
+            raise ConfigError(f"windows={self.windows!r}: a tuple with one entry (None or tokens) for each group is needed")
+        for window in self.windows:
+            if window is not None:
+                _require_int("windows", window, 1)
+        try:
+            object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
+        except TypeError as error:
+            raise ConfigError(f"dtype={self.dtype!r}: a floating-point dtype is needed") from error
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            raise ConfigError(f"dtype={self.dtype!r}: a floating-point dtype is needed")
+
+    @property
+    def num_groups(self) -> int:
+        """G."""
+        return len(self.windows)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the pool; a slot index of this or more is dropped by a write."""
+        return self.num_blocks * self.block_size
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of an engine: what it holds, and how much it computes in one step.
+
+    Attributes:
+        num_blocks: blocks of the pool, the null block included.
+        max_model_len: tokens of one sequence, prompt and output.
+        max_num_seqs: sequences running at once (S); a decode step computes one token of each.
+        max_num_batched_tokens: token budget of a step, at least `max_num_seqs`.
+        num_rows: sequence rows on the device (R), running and waiting; None means 2 S.
+        block_size: tokens of a block.
+        max_stop_ids: end-of-text and stop token ids that a request may have.
+        widths: token counts T that a step is compiled for, ascending; a step takes the first that holds what it computes.
+            None means a decode step of S tokens and a mixed one of the whole budget.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_rows: int | None = None
+    block_size: int = 16
+    max_stop_ids: int = 8
+    widths: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_stop_ids"):
+            _require_int(name, getattr(self, name), 1)
+        _require_int("num_blocks", self.num_blocks, 2)
+        _require_int("max_model_len", self.max_model_len, 2)
+        if self.num_rows is None:
+            object.__setattr__(self, "num_rows", 2 * self.max_num_seqs)
+        _require_int("num_rows", self.num_rows, 1)
+        if self.rows < self.max_num_seqs:
+            raise ConfigError(f"num_rows={self.num_rows}: must be at least max_num_seqs={self.max_num_seqs}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens}: must be at least max_num_seqs={self.max_num_seqs}, "
+                "so that a step can compute one token of every running sequence"
+            )
+        if self.widths is None:
+            object.__setattr__(self, "widths", tuple(sorted({self.max_num_seqs, self.max_num_batched_tokens})))
+        self._check_widths()
+
+    def _check_widths(self):
+        widths = self.widths
+        if not isinstance(widths, tuple) or not widths or list(widths) != sorted(set(widths)):
+            raise ConfigError(f"widths={widths!r}: an ascending tuple of token counts is needed")
+        for width in widths:
+            _require_int("widths", width, 1)
+        if widths[-1] != self.max_num_batched_tokens:
+            raise ConfigError(f"widths={widths!r}: the last must be max_num_batched_tokens={self.max_num_batched_tokens}")
+
+    @property
+    def rows(self) -> int:
+        """`num_rows`, resolved."""
+        assert self.num_rows is not None  # set when made
+        return self.num_rows
+
+    @property
+    def max_blocks_per_row(self) -> int:
+        """Table columns: blocks of a sequence of `max_model_len`."""
+        return -(-self.max_model_len // self.block_size)

@@ -1,0 +1,25 @@
+"""What goes wrong, as types: everything this package raises on purpose is a `PagedJaxError`."""
+
+
+class PagedJaxError(Exception):
+    """Base of the errors below."""
+
+
+class ConfigError(PagedJaxError, ValueError):
+    """A size or option that cannot work; the message names it, its value and what is accepted."""
+
+
+class InvalidRequestError(PagedJaxError, ValueError):
+    """A prompt or a sampling parameter that cannot be served; other requests are not touched."""
+
+
+class OutOfBlocksError(PagedJaxError, ValueError):
+    """More blocks asked for than are free; nothing was allocated."""
+
+
+class DoubleFreeError(PagedJaxError, ValueError):
+    """A block released more often than it was taken; nothing was released."""
+
+
+class NoProgressError(PagedJaxError, RuntimeError):
+    """Requests wait, none runs and none can be admitted."""

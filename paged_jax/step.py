@@ -1,0 +1,169 @@
+"""The engine as a value, and one decoding step as a pure function of it.
+
+    schedule -> once for the first width that holds the step's tokens: grow tables, build batch, run decoder, sample, commit
+
+Each part that writes pages is a loop of one trip or none (`arrays.once`), so that no page array is copied.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from paged_jax import sampling
+from paged_jax.arrays import once
+from paged_jax.batch import Batch, build_batch
+from paged_jax.block_table import first_live_block
+from paged_jax.cache_manager import PagedCache, grow, init_cache, release_below_window
+from paged_jax.config import CacheConfig, EngineConfig
+from paged_jax.scheduler import max_step_columns, release_finished, schedule, step_blocks
+from paged_jax.sequences import FINISHED, Sequences, append, init_sequences, running_rows
+
+
+@struct.dataclass
+class Counters:
+    """What happened since the state was made."""
+
+    steps: Int[Array, ""]
+    preemptions: Int[Array, ""]
+    computed_tokens: Int[Array, ""]
+    generated_tokens: Int[Array, ""]
+    peak_blocks: Int[Array, ""]  # most blocks in use in one step
+    peak_running: Int[Array, ""]  # most sequences running in one step
+    block_steps: Float[Array, ""]  # blocks in use, summed over steps
+    filled_block_steps: Float[Array, ""]  # tokens in them / block_size, summed over steps
+
+
+@struct.dataclass
+class EngineState:
+    """Everything that changes: cache, sequence rows, counters. Arrays only; save it and the engine is saved."""
+
+    cache: PagedCache
+    seqs: Sequences
+    counters: Counters
+
+
+def cache_config(config: EngineConfig, model, dtype=None) -> CacheConfig:
+    """Sizes of the KV cache for `model` (a `paged_jax.models.Decoder`)."""
+    return CacheConfig(
+        num_blocks=config.num_blocks,
+        max_rows=config.rows,
+        max_blocks_per_row=config.max_blocks_per_row,
+        block_size=config.block_size,
+        windows=tuple(group.window for group in model.kv_groups),
+        num_layers=max(group.num_layers for group in model.kv_groups),
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=str(jnp.dtype(dtype or model.dtype)),
+    )
+
+
+def init_state(config: EngineConfig, sizes: CacheConfig, cache: PagedCache | None = None) -> EngineState:
+    """An idle engine, over `cache` (whose rows are all empty) or a new one."""
+    return EngineState(
+        cache=init_cache(sizes) if cache is None else cache,
+        seqs=init_sequences(config.rows, config.max_model_len, config.max_num_seqs, config.max_stop_ids),
+        counters=Counters(*(jnp.int32(0) for _ in range(6)), *(jnp.float32(0) for _ in range(2))),
+    )
+
+
+def step(model, config: EngineConfig, sizes: CacheConfig, state: EngineState) -> tuple[EngineState, Bool[Array, ""]]:
+    """One step: schedule, then compute up to the token budget. Returns whether anything was computed.
+
+    `model` is a decoder (`paged_jax.models.Decoder`) whose params may be traced.
+    """
+    cache = state.cache
+    plan = schedule(sizes, config.max_num_batched_tokens, cache.pool, cache.tables, state.seqs)
+    total = jnp.sum(plan.take)
+    state = EngineState(
+        cache=PagedCache(plan.pool, plan.tables, cache.kv),
+        seqs=plan.seqs,
+        counters=state.counters.replace(preemptions=state.counters.preemptions + plan.num_preempted),
+    )
+    least = jnp.zeros_like(total)
+    assert config.widths is not None  # set when made
+    for width in config.widths:
+        fits = (total > least) & (total <= width)
+        state = once(fits, lambda s, width=width: _compute(model, sizes, s, plan.take, width), state)
+        least = jnp.full_like(total, width)
+    return state, total > 0
+
+
+def _compute(model, sizes: CacheConfig, state: EngineState, take: Int[Array, "S"], width: int) -> EngineState:
+    cache, seqs = state.cache, state.seqs
+    rows, _ = running_rows(seqs)
+    need = step_blocks(sizes, cache.tables, seqs, take)
+    columns = max_step_columns(sizes, width)
+    active_rows = jnp.where(take > 0, rows, seqs.num_rows)[:width]
+    asked = (seqs.num_computed[rows] + take)[:width]
+    pool, tables = grow(cache.pool, cache.tables, active_rows, need[:, :width], asked, columns)
+    batch = build_batch(sizes, tables, seqs, take, width)
+
+    with jax.named_scope("decoder"):
+        hidden, k_pages, v_pages = model(batch.tokens, batch, cache.kv.k_pages, cache.kv.v_pages)
+        logits = model.logits(hidden[batch.last_tokens])
+    with jax.named_scope("sample"):
+        rows_sampling = jax.tree.map(lambda x: x[batch.rows], seqs.sampling)
+        tokens, logprobs = sampling.sample(logits, rows_sampling, seqs.num_tokens[batch.rows], batch.samples)
+
+    counters = _count(sizes, state.counters, pool, seqs, batch, jnp.sum(take))
+    pool, tables, seqs = _commit(sizes, pool, tables, seqs, batch, take[:width], tokens, logprobs, columns)
+    kv = cache.kv.replace(k_pages=k_pages, v_pages=v_pages)
+    return EngineState(PagedCache(pool, tables, kv), seqs, counters)
+
+
+def _commit(sizes, pool, tables, seqs: Sequences, batch: Batch, take, tokens, logprobs, columns: int):
+    rows = jnp.where(take > 0, batch.rows, seqs.num_rows)
+    before = seqs.num_computed[batch.rows]
+    seqs = append(seqs, batch.rows, tokens, logprobs, batch.samples)
+    seqs = seqs.replace(num_computed=seqs.num_computed.at[rows].add(take, mode="drop"))
+    pool, tables = release_below_window(sizes, pool, tables, rows, before, before + take, columns)
+    return pool, tables, seqs
+
+
+def _count(sizes: CacheConfig, counters: Counters, pool, seqs: Sequences, batch: Batch, total) -> Counters:
+    in_use = pool.num_blocks - 1 - pool.num_free
+    active = jnp.arange(batch.rows.shape[0]) < batch.num_seqs
+    computed = seqs.num_computed[batch.rows]
+    passed = [first_live_block(computed, window, sizes.block_size) * sizes.block_size for window in sizes.windows]
+    filled = sum(jnp.sum(jnp.where(active, batch.kv_lens - skipped, 0)) for skipped in passed)
+    return Counters(
+        steps=counters.steps + 1,
+        preemptions=counters.preemptions,
+        computed_tokens=counters.computed_tokens + total,
+        generated_tokens=counters.generated_tokens + jnp.sum(batch.samples, dtype=jnp.int32),
+        peak_blocks=jnp.maximum(counters.peak_blocks, in_use),
+        peak_running=jnp.maximum(counters.peak_running, batch.num_seqs),
+        block_steps=counters.block_steps + in_use,
+        filled_block_steps=counters.filled_block_steps + filled / sizes.block_size,
+    )
+
+
+def run(
+    model, config: EngineConfig, sizes: CacheConfig, state: EngineState, max_steps: Int[Array, ""]
+) -> tuple[EngineState, Int[Array, ""]]:
+    """Steps until `max_steps` are done, nothing is left to do or no progress is made; then gives finished rows' blocks back.
+
+    Returns the number of steps made. One program, no host in the loop.
+    """
+
+    def is_busy(carry):
+        state, done, progress = carry
+        return progress & (done < max_steps) & has_unfinished(state.seqs)
+
+    def advance(carry):
+        state, done, _ = carry
+        state, progress = step(model, config, sizes, state)
+        return state, done + progress, progress
+
+    start = (state, jnp.zeros_like(max_steps), jnp.ones_like(max_steps, bool))
+    state, done, _ = jax.lax.while_loop(is_busy, advance, start)
+    cache = state.cache
+    pool, tables, seqs = release_finished(cache.pool, cache.tables, state.seqs)
+    return state.replace(cache=cache.replace(pool=pool, tables=tables), seqs=seqs), done
+
+
+def has_unfinished(seqs: Sequences) -> Bool[Array, ""]:
+    """Whether a row waits or runs."""
+    rows, active = running_rows(seqs)
+    return (seqs.num_waiting > 0) | jnp.any(active & (seqs.status[rows] != FINISHED))

@@ -1,0 +1,42 @@
+"""The step as a pure function: right tokens under every kind of pressure, and nothing left behind."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy_decoder import ToyDecoder, random_prompts
+
+from paged_jax import block_pool, sequences, step
+from paged_jax.config import EngineConfig
+from paged_jax.sampling import SamplingRows
+
+
+def greedy_rows(prompts, num_rows, max_len, new_tokens):
+    """Requests for the first rows, each to be continued greedily by `new_tokens`."""
+    k = len(prompts)
+    tokens = np.zeros((k, max_len), np.int32)
+    for i, prompt in enumerate(prompts):
+        tokens[i, : len(prompt)] = prompt
+    lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
+    ints, floats = jnp.zeros(k, jnp.int32), jnp.zeros(k)
+    sampling = SamplingRows(floats, ints, floats + 1, floats, ints, ints, jnp.full((k, 8), -1, jnp.int32))
+    return sequences.NewSequences(jnp.arange(k), jnp.asarray(tokens), lengths, lengths + new_tokens, sampling)
+
+
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 5)])
+@pytest.mark.parametrize("num_blocks", [100, 12])
+def test_tokens_do_not_depend_on_the_pool_or_on_the_batch(windows, num_blocks):
+    model = ToyDecoder(windows=windows)
+    config = EngineConfig(num_blocks, max_model_len=40, max_num_seqs=4, max_num_batched_tokens=16, block_size=4)
+    sizes = step.cache_config(config, model)
+    prompts = random_prompts(0, [3, 17, 8, 20, 1, 12, 6, 9])
+    state = step.init_state(config, sizes)
+    state = state.replace(seqs=sequences.add(state.seqs, greedy_rows(prompts, config.rows, 40, 15)))
+    state, _ = jax.jit(partial(step.run, model, config, sizes), donate_argnums=0)(state, jnp.int32(500))
+    for row, prompt in enumerate(prompts):
+        output = state.seqs.tokens[row, len(prompt) : len(prompt) + 15].tolist()
+        assert output == model.continuation(prompt, 15)
+    assert len(block_pool.free_queue(state.cache.pool)) == num_blocks - 1
+    assert (int(state.counters.preemptions) > 0) == (num_blocks == 12 and None in windows)

@@ -1,0 +1,188 @@
+"""The Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM) as a Flax NNX module over paged K and V."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from paged_jax.kernels import ragged_paged_attention, write_kv
+from paged_jax.models.interface import Pages, TokenBatch
+from paged_jax.models.llama_config import LlamaConfig
+from paged_jax.models.rope import rotate, rotation
+
+
+class Llama(nnx.Module):
+    """A decoder that satisfies `interface.Decoder`; everything but the parameters is static.
+
+    Parameters, with d = hidden_size, F = intermediate_size, and H = KV x G query heads over KV heads of width D:
+
+    - `embed` [V, d], `head` [V, d] (absent when tied), `norm.scale` [d]
+    - `layers[i].attention.qkv` [KV, G + 2, D, d]: for each KV head its G query heads, its key head, its value head
+    - `layers[i].attention.out` [d, H * D]
+    - `layers[i].mlp.gate_up` [2, F, d], `layers[i].mlp.down` [d, F]
+    - `layers[i].attention_norm.scale`, `layers[i].mlp_norm.scale` [d]
+    - where the config asks for them, `qkv_bias` [KV, G + 2, D], `out_bias` [d], `q_norm.scale` and `k_norm.scale` [D]
+      in `attention`; `gate_up_bias` [2, F], `down_bias` [d] in `mlp`
+
+    q, k, v and gate, up are one product each, and the summed axis is last, as in checkpoints: on CPU that is the faster
+    form for 1 to 32 rows. To shard by head cut axis 0 of `qkv` and axis 1 of `out`: no head is split and a query head
+    stays with its KV head. In the MLP cut F.
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.max_model_len = config.max_model_len
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.eos_token_ids = config.eos_token_ids
+        self.kv_groups = config.kv_groups
+        embedding = (config.vocab_size, config.hidden_size)
+        self.embed = _normal(rngs, embedding, config)
+        self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config)
+        if not config.tie_embeddings:
+            self.head = _normal(rngs, embedding, config)
+
+    def __call__(
+        self, tokens: Int[Array, "T"], batch: TokenBatch, k_pages: Pages, v_pages: Pages
+    ) -> tuple[Float[Array, "T d"], Pages, Pages]:
+        """Hidden states after the final norm, and the pages with this step's K and V written.
+
+        `k_pages[p]`, `v_pages[p]` serve the p-th layer of every group. Raises ValueError if there are not as many as
+        the largest group has layers.
+        """
+        num_arrays = max(group.num_layers for group in self.kv_groups)
+        if not len(k_pages) == len(v_pages) == num_arrays:
+            raise ValueError(
+                f"the model has {num_arrays} page arrays, got {len(k_pages)} for K and {len(v_pages)} for V"
+            )
+        ks, vs = list(k_pages), list(v_pages)
+        turn = rotation(batch.positions, self.config.rope, self.head_dim)
+        x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
+        for layer, (group, p) in zip(self.layers, self.config.kv_places, strict=True):
+            attended, ks[p], vs[p] = layer.attention(layer.attention_norm(x), turn, batch, group, ks[p], vs[p])
+            x = x + attended
+            x = x + layer.mlp(layer.mlp_norm(x))
+        return self.norm(x), tuple(ks), tuple(vs)
+
+    def logits(self, hidden: Float[Array, "S d"]) -> Float[Array, "S V"]:
+        """Float32 logits of hidden states."""
+        head = self.embed if self.config.tie_embeddings else self.head
+        return _dot(hidden, head[...])
+
+
+class Layer(nnx.Module):
+    """The parameters of one layer."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.hidden_size, config)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = RMSNorm(config.hidden_size, config)
+        self.mlp = MLP(config, rngs)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, in float32 inside."""
+
+    def __init__(self, size: int, config: LlamaConfig):
+        self.eps = config.rms_norm_eps
+        self.scale = nnx.Param(jnp.ones(size, config.dtype))
+
+    def __call__(self, x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
+        """Same shape and dtype as x."""
+        return _rms_norm(x, self.scale[...], self.eps)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over pages."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        d, kv, dim = config.hidden_size, config.num_kv_heads, config.head_dim
+        heads = (kv, config.num_heads // kv + 2, dim)
+        self.windows = tuple(group.window for group in config.kv_groups)
+        self.qkv = _normal(rngs, (*heads, d), config)
+        self.out = _normal(rngs, (d, config.num_heads * dim), config)
+        self.qkv_bias = _zeros(heads, config) if config.qkv_bias else None
+        self.out_bias = _zeros((d,), config) if config.out_bias else None
+        self.q_norm = RMSNorm(dim, config) if config.qk_norm else None
+        self.k_norm = RMSNorm(dim, config) if config.qk_norm else None
+
+    def __call__(
+        self,
+        x: Float[Array, "T d"],
+        turn: tuple[Float[Array, "T half"], Float[Array, "T half"]],
+        batch: TokenBatch,
+        group: int,
+        k_pages: Float[Array, "N block_size KV D"],
+        v_pages: Float[Array, "N block_size KV D"],
+    ) -> tuple[Float[Array, "T d"], Float[Array, "N block_size KV D"], Float[Array, "N block_size KV D"]]:
+        """Write this step's K and V, then attend: rows of one step then see the blocks they share."""
+        qkv = _add(_dot(x, self.qkv[...]), self.qkv_bias).astype(x.dtype)
+        qk, v = qkv[:, :, :-1], qkv[:, :, -1]
+        if self.q_norm is not None and self.k_norm is not None:
+            of_q = jnp.broadcast_to(self.q_norm.scale[...], (qk.shape[2] - 1, qk.shape[3]))
+            qk = _rms_norm(qk, jnp.concatenate([of_q, self.k_norm.scale[...][None]]), self.q_norm.eps)
+        qk = rotate(qk, *turn)
+        q, k = qk[:, :, :-1].reshape(qk.shape[0], -1, qk.shape[3]), qk[:, :, -1]
+        k_pages, v_pages = write_kv(
+            k_pages, v_pages, k.astype(k_pages.dtype), v.astype(v_pages.dtype), batch.slots[group]
+        )
+        attended = ragged_paged_attention(
+            q,
+            k_pages,
+            v_pages,
+            batch.kv_lens,
+            batch.block_tables[group],
+            batch.cu_q_lens,
+            batch.num_seqs,
+            scale=q.shape[-1] ** -0.5,
+            window=self.windows[group],
+        )
+        out = _add(_dot(attended.reshape(x.shape[0], -1).astype(x.dtype), self.out[...]), self.out_bias)
+        return out.astype(x.dtype), k_pages, v_pages
+
+
+class MLP(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        d, inner = config.hidden_size, config.intermediate_size
+        self.gate_up = _normal(rngs, (2, inner, d), config)
+        self.down = _normal(rngs, (d, inner), config)
+        self.gate_up_bias = _zeros((2, inner), config) if config.mlp_bias else None
+        self.down_bias = _zeros((d,), config) if config.mlp_bias else None
+
+    def __call__(self, x: Float[Array, "T d"]) -> Float[Array, "T d"]:
+        """down(silu(gate(x)) * up(x))."""
+        gate_up = _add(_dot(x, self.gate_up[...]), self.gate_up_bias)
+        inner = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+        return _add(_dot(inner.astype(x.dtype), self.down[...]), self.down_bias).astype(x.dtype)
+
+
+def _dot(x: Float[Array, "T n"], weight: Float[Array, "*out n"]) -> Float[Array, "T *out"]:
+    """A product accumulated in and returned as float32."""
+    # Without HIGHEST a float32 product is done in TF32 on GPU.
+    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    # As a plain matrix: XLA's CPU backend has no fast path for a product with several output axes (4 times slower).
+    matrix = weight.reshape(-1, weight.shape[-1])
+    out = jnp.einsum("tn,on->to", x, matrix, precision=precision, preferred_element_type=jnp.float32)
+    return out.reshape(x.shape[0], *weight.shape[:-1])
+
+
+def _add(x: Array, bias: nnx.Param | None) -> Array:
+    return x if bias is None else x + bias[...].astype(x.dtype)
+
+
+def _rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], config: LlamaConfig) -> nnx.Param:
+    return nnx.Param(jax.random.normal(rngs.params(), shape, config.dtype) * shape[-1] ** -0.5)
+
+
+def _zeros(shape: tuple[int, ...], config: LlamaConfig) -> nnx.Param:
+    return nnx.Param(jnp.zeros(shape, config.dtype))

@@ -1,0 +1,87 @@
+"""The shape of a Llama-family decoder."""
+
+import math
+from dataclasses import dataclass, field
+
+from paged_jax.models.interface import KVGroup
+from paged_jax.models.rope import RopeConfig, inverse_frequencies
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """A Llama, Mistral, Qwen2, Qwen3 or SmolLM decoder: hashable, checked when made.
+
+    `windows` names each layer's sliding window in tokens, or None for full attention; empty means full everywhere.
+    `head_dim` 0 means hidden_size / num_heads. `dtype` is that of newly made parameters; computation follows the
+    parameters. Raises ValueError that names the field and what it may be.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    max_model_len: int
+    head_dim: int = 0
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    windows: tuple[int | None, ...] = ()
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "max_model_len",
+        )
+        for name in sizes:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.head_dim == 0:
+            if self.hidden_size % self.num_heads:
+                raise ValueError(
+                    f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}: give head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+        if not isinstance(self.head_dim, int) or self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim must be a positive even integer, got {self.head_dim!r}")
+        if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps > 0):
+            raise ValueError(f"rms_norm_eps must be positive, got {self.rms_norm_eps!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if not self.windows:
+            object.__setattr__(self, "windows", (None,) * self.num_layers)
+        if len(self.windows) != self.num_layers:
+            raise ValueError(f"windows names {len(self.windows)} layers, the model has {self.num_layers}")
+        if bad := [w for w in self.windows if w is not None and w < 1]:
+            raise ValueError(f"a window must be at least one token, got {bad[0]}")
+        if bad := [i for i in self.eos_token_ids if not 0 <= i < self.vocab_size]:
+            raise ValueError(f"eos_token_ids names {bad[0]}, the vocabulary has {self.vocab_size}")
+        inverse_frequencies(self.rope, self.head_dim)  # raises on a wrong number of factors
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """One group for each window in use, in order of its first layer."""
+        return tuple(KVGroup(window, self.windows.count(window)) for window in dict.fromkeys(self.windows))
+
+    @property
+    def kv_places(self) -> tuple[tuple[int, int], ...]:
+        """For each layer its KV-cache group and its place there, which is also the page array it uses."""
+        order = list(dict.fromkeys(self.windows))
+        return tuple((order.index(w), self.windows[:layer].count(w)) for layer, w in enumerate(self.windows))

@@ -6,9 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Heads, assert_matches, attend, expected, make_batch, with_arrays
+from jax.sharding import PartitionSpec as P
 
 from paged_jax.kernels import ragged_paged_attention, write_kv
 from paged_jax.kernels.paged_attention import xla
+from paged_jax.kernels.paged_attention.reference import reference_attention
 
 both_forms = pytest.mark.parametrize("form", cases.FORMS)
 
@@ -22,6 +24,12 @@ HEADS = [
     Heads(64, 16, 2, 4, dict(window=40), sinks=True, dtype="bfloat16"),
     Heads(128, 8, 2, 1, dtype="bfloat16"),
 ]
+
+# The tests below the sweep share one static side and two shapes, so that few programs are compiled.
+WINDOWED = Heads(16, 16, 2, 2, dict(window=20))
+MIXED = dict(num_tokens=80, num_seqs=4, table_width=6)
+DECODE = dict(num_tokens=4, num_seqs=4, table_width=6)
+
 each_heads = pytest.mark.parametrize("heads", HEADS, ids=str)
 
 
@@ -74,37 +82,36 @@ def test_contexts_of_several_full_chunks_match_the_reference(form, lens, num_tok
 
 @both_forms
 def test_a_prompt_in_chunks_gives_what_it_gives_at_once(form):
-    heads = Heads()
-    total, size = 70, heads.block_size
-    whole = make_batch(heads, [(total, total), (1, 20)], num_tokens=72, num_seqs=2, table_width=5)
+    heads, total, size = WINDOWED, 70, WINDOWED.block_size
+    whole = make_batch(heads, [(total, total), (1, 20)], **MIXED)
     want, _ = expected(heads, whole)
     table = np.asarray(whole.block_tables[0])
     k, v = (x[table].reshape(-1, heads.kv_heads, heads.head_dim) for x in (whole.k_pages, whole.v_pages))
     write = jax.jit(write_kv)
+    padding = np.arange(MIXED["num_tokens"])
     for chunk in (1, 7, size, 33, total):
         pages = tuple(x.at[table].set(jnp.nan) for x in (whole.k_pages, whole.v_pages))
         got = np.zeros((total, heads.num_heads, heads.head_dim))
         for start in range(0, total, chunk):
             n = min(chunk, total - start)
-            t = np.minimum(start + np.arange(72), total - 1)
-            slots = np.where(np.arange(72) < n, table[t // size] * size + t % size, whole.k_pages.shape[0] * size)
+            t = np.minimum(start + padding, total - 1)
+            slots = np.where(padding < n, table[t // size] * size + t % size, whole.k_pages.shape[0] * size)
             pages = write(*pages, k[t], v[t], jnp.asarray(slots, jnp.int32))
-            q = jnp.zeros_like(whole.q).at[:n].set(whole.q[start : start + n]).at[n].set(whole.q[total])
-            step = with_arrays(
-                whole, q=q, k_pages=pages[0], v_pages=pages[1], kv_lens=[start + n, 20], cu_q_lens=[0, n, n + 1]
-            )
-            out = np.asarray(attend(form, heads, step)[0])
+            q = np.zeros(whole.q.shape, np.float32)
+            q[:n], q[n] = whole.q[start : start + n], whole.q[total]
+            step = dict(q=q, k_pages=pages[0], v_pages=pages[1])
+            step |= dict(kv_lens=[start + n, 20, 0, 0], cu_q_lens=[0, n, n + 1, n + 1, n + 1])
+            out = np.asarray(attend(form, heads, with_arrays(whole, **step))[0])
             got[start : start + n] = out[:n]
             np.testing.assert_allclose(out[n], want[total], rtol=2e-6, atol=2e-6)
         np.testing.assert_allclose(got, want[:total], rtol=2e-6, atol=2e-6)
 
 
 @both_forms
-@pytest.mark.parametrize("num_tokens", [4, 80])
-def test_what_no_live_sequence_computed_does_not_matter(form, num_tokens):
-    heads = Heads(16, 16, 2, 2, dict(window=20))
-    lens = [(1, 50), (1, 17)] if num_tokens == 4 else [(1, 50), (40, 75), (2, 17)]
-    sizes = dict(num_tokens=num_tokens, num_seqs=4, table_width=6)
+@pytest.mark.parametrize("sizes", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_what_no_live_sequence_computed_does_not_matter(form, sizes):
+    heads = WINDOWED
+    lens = [(1, 50), (1, 17)] if sizes is DECODE else [(1, 50), (40, 75), (2, 17)]
     clean, poisoned = (make_batch(heads, lens, **sizes, poison=poison) for poison in (False, True))
     want = [np.asarray(x) for x in attend(form, heads, clean)]
     # Past a sequence's length the table names other sequences' blocks, or none that exist; rows that are not live hold
@@ -123,27 +130,45 @@ def test_what_no_live_sequence_computed_does_not_matter(form, num_tokens):
 
 @both_forms
 def test_where_blocks_lie_and_who_shares_them_does_not_matter(form):
-    heads = Heads()
-    lens = [(1, 40), (9, 40), (20, 25)]
-    batch = make_batch(heads, lens, num_tokens=32, num_seqs=4, table_width=4)
+    heads = WINDOWED
+    batch = make_batch(heads, [(1, 40), (9, 40), (20, 25)], **MIXED)
     tables = np.array(batch.block_tables)
     tables[1, :2] = tables[0, :2]  # a prefix of two blocks in common
     batch = with_arrays(batch, block_tables=tables)
     got = attend(form, heads, batch)
     assert_matches(heads, got, expected(heads, batch))
     order = np.random.default_rng(3).permutation(batch.k_pages.shape[0])
-    moved = dict(k_pages=batch.k_pages[order], v_pages=batch.v_pages[order], block_tables=np.argsort(order)[tables])
+    moved = dict(k_pages=batch.k_pages[order], v_pages=batch.v_pages[order])
+    moved |= dict(block_tables=np.argsort(order)[tables].astype(np.int32))
     for a, b in zip(attend(form, heads, with_arrays(batch, **moved)), got, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @both_forms
 def test_a_row_gives_the_same_numbers_whoever_its_neighbours_are(form):
-    heads = Heads()
-    sizes = dict(num_tokens=48, num_seqs=4, table_width=8)
-    batch = make_batch(heads, [(1, 77), (40, 100), (1, 3)], **sizes)
+    batch = make_batch(WINDOWED, [(1, 77), (40, 90), (1, 3)], **MIXED)
     alone = with_arrays(batch, num_seqs=np.int32(1))
-    np.testing.assert_array_equal(attend(form, heads, alone)[0][0], attend(form, heads, batch)[0][0])
+    together = attend(form, WINDOWED, batch)
+    np.testing.assert_array_equal(attend(form, WINDOWED, alone)[0][0], together[0][0])
+
+
+@both_forms
+@pytest.mark.parametrize("axis", ["heads", "sequences", None])
+def test_it_runs_inside_shard_map_and_on_an_explicit_mesh(form, axis):
+    batch = make_batch(WINDOWED, [(1, 40), (20, 30)], **MIXED)
+    scoring = xla.Scoring(0.25, 20)
+    f = lambda *arrays: xla.attend(*arrays, None, scoring, cases.FORMS[form])  # noqa: E731
+    if axis is None:
+        mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+        with jax.set_mesh(mesh):
+            got = jax.jit(f)(*jax.device_put(batch.arrays, jax.sharding.NamedSharding(mesh, P())))
+    else:
+        mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        out = P(None, "x") if axis == "heads" else P("x")
+        pages = P(None, None, "x") if axis == "heads" else P("x")
+        specs = (out, pages, pages, *[P() if axis == "heads" else P("x")] * 3, P())
+        got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=(out, out)))(*batch.arrays)
+    assert_matches(WINDOWED, got, expected(WINDOWED, batch))
 
 
 @both_forms
@@ -185,6 +210,19 @@ def test_the_public_call_defaults_to_causal_attention_scaled_by_the_head_dim():
     out, lse = ragged_paged_attention(*arrays, return_lse=True, implementation="xla")
     assert_matches(heads, (out, lse), (want, want_lse))
     assert lse.dtype == jnp.float32
+
+
+def test_the_reference_is_attention_as_jax_has_it():
+    rng = np.random.default_rng(0)
+    length, size = 24, 8
+    q, k, v = (rng.standard_normal((length, heads, 16), dtype=np.float32) for heads in (6, 2, 2))
+    pages = [x.reshape(length // size, size, 2, 16) for x in (k, v)]
+    index = np.array([length]), np.arange(3)[None], np.array([0, length]), 1
+    for window in (None, 7):
+        got, _ = reference_attention(q, *pages, *index, window=window)
+        local = None if window is None else (window - 1, 0)
+        want = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local)
+        np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
 
 
 def test_options_of_the_public_call_reach_the_scores():

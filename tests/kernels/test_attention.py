@@ -1,3 +1,4 @@
+import functools
 import re
 
 import cases
@@ -22,7 +23,6 @@ HEADS = [
     Heads(96, 8, 4, 1, dict(window=1, scale=0.3), sinks=True),
     Heads(128, 32, 1, 8, dict(window=33, soft_cap=1.0)),
     Heads(64, 16, 2, 4, dict(window=40), sinks=True, dtype="bfloat16"),
-    Heads(128, 8, 2, 1, dtype="bfloat16"),
 ]
 
 # The tests below the sweep share one static side and two shapes, so that few programs are compiled.
@@ -30,15 +30,13 @@ WINDOWED = Heads(16, 16, 2, 2, dict(window=20))
 MIXED = dict(num_tokens=80, num_seqs=4, table_width=6)
 DECODE = dict(num_tokens=4, num_seqs=4, table_width=6)
 
-each_heads = pytest.mark.parametrize("heads", HEADS, ids=str)
-
 
 def _edge_lengths(size):
     return [1, size - 1 or 1, size, size + 1, 3 * size, 3 * size + 1]
 
 
 @both_forms
-@each_heads
+@pytest.mark.parametrize("heads", HEADS[1::2], ids=str)
 def test_decoding_rows_match_the_reference(heads, form):
     size = heads.block_size
     width = -(-100 // size) + 1  # not a multiple of the chunk
@@ -56,7 +54,7 @@ def test_decoding_rows_match_the_reference(heads, form):
 
 
 @both_forms
-@each_heads
+@pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_prefill_chunks_and_decoding_rows_in_one_batch_match_the_reference(heads, form):
     size = heads.block_size
     sizes = dict(num_tokens=96, num_seqs=7, table_width=-(-100 // size) + 1)
@@ -153,7 +151,7 @@ def test_a_row_gives_the_same_numbers_whoever_its_neighbours_are(form):
 
 
 @both_forms
-@pytest.mark.parametrize("axis", ["heads", "sequences", None])
+@pytest.mark.parametrize("axis", ["heads", None])
 def test_it_runs_inside_shard_map_and_on_an_explicit_mesh(form, axis):
     batch = make_batch(WINDOWED, [(1, 40), (20, 30)], **MIXED)
     scoring = xla.Scoring(0.25, 20)
@@ -164,10 +162,9 @@ def test_it_runs_inside_shard_map_and_on_an_explicit_mesh(form, axis):
             got = jax.jit(f)(*jax.device_put(batch.arrays, jax.sharding.NamedSharding(mesh, P())))
     else:
         mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-        out = P(None, "x") if axis == "heads" else P("x")
-        pages = P(None, None, "x") if axis == "heads" else P("x")
-        specs = (out, pages, pages, *[P() if axis == "heads" else P("x")] * 3, P())
-        got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=(out, out)))(*batch.arrays)
+        heads, pages = P(None, "x"), P(None, None, "x")
+        specs = (heads, pages, pages, P(), P(), P(), P())
+        got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=(heads, heads)))(*batch.arrays)
     assert_matches(WINDOWED, got, expected(WINDOWED, batch))
 
 
@@ -201,15 +198,13 @@ def test_no_layer_copies_a_page_array(form, num_tokens):
 
 def test_the_public_call_defaults_to_causal_attention_scaled_by_the_head_dim():
     heads = Heads()
-    batch = make_batch(heads, [(3, 30), (1, 5)], num_tokens=4, num_seqs=2, table_width=3)
-    out = jax.jit(ragged_paged_attention)(*batch.arrays)
-    want, want_lse = expected(heads, batch)
-    np.testing.assert_allclose(out, want, rtol=2e-6, atol=2e-6)
-    assert out.dtype == batch.q.dtype
-    arrays = with_arrays(batch, num_seqs=[2]).arrays
-    out, lse = ragged_paged_attention(*arrays, return_lse=True, implementation="xla")
-    assert_matches(heads, (out, lse), (want, want_lse))
-    assert lse.dtype == jnp.float32
+    batch = make_batch(heads, [(3, 30), (1, 5)], num_tokens=4, num_seqs=4, table_width=3)
+    batch = with_arrays(batch, num_seqs=[2])  # as an array of one number, like JAX's op
+    got = jax.jit(functools.partial(ragged_paged_attention, return_lse=True, implementation="xla"))(*batch.arrays)
+    assert_matches(heads, got, expected(heads, batch))
+    assert got[0].dtype == batch.q.dtype and got[1].dtype == jnp.float32
+    alone = jax.eval_shape(ragged_paged_attention, *batch.arrays)
+    assert alone.shape == batch.q.shape and alone.dtype == batch.q.dtype
 
 
 def test_the_reference_is_attention_as_jax_has_it():
@@ -227,8 +222,9 @@ def test_the_reference_is_attention_as_jax_has_it():
 
 def test_options_of_the_public_call_reach_the_scores():
     heads = Heads(scoring=dict(scale=0.7, window=9, soft_cap=1.5), sinks=True)
-    batch = make_batch(heads, [(3, 30), (1, 5)], num_tokens=4, num_seqs=2, table_width=3)
-    got = ragged_paged_attention(*batch.arrays, sinks=batch.sinks, return_lse=True, **heads.scoring)
+    batch = make_batch(heads, [(3, 30), (1, 5)], num_tokens=4, num_seqs=4, table_width=3)
+    call = functools.partial(ragged_paged_attention, return_lse=True, **heads.scoring)
+    got = jax.jit(lambda arrays, sinks: call(*arrays, sinks=sinks))(batch.arrays, batch.sinks)
     assert_matches(heads, got, expected(heads, batch))
 
 

@@ -1,6 +1,7 @@
 """Static sizes: frozen, hashable, validated when made."""
 
 from dataclasses import dataclass
+from typing import Self
 
 import jax.numpy as jnp
 
@@ -47,6 +48,23 @@ class CacheConfig:
             raise ConfigError(f"dtype={self.dtype!r}: a floating-point dtype is needed") from error
         if not jnp.issubdtype(self.dtype, jnp.floating):
             raise ConfigError(f"dtype={self.dtype!r}: a floating-point dtype is needed")
+
+    @classmethod
+    def for_decoder(
+        cls, model, *, num_blocks: int, block_size: int = 16, max_rows: int = 1, max_blocks_per_row: int = 1
+    ) -> Self:
+        """What `model`, a `paged_jax.models.Decoder`, stores its K and V in."""
+        return cls(
+            num_blocks=num_blocks,
+            max_rows=max_rows,
+            max_blocks_per_row=max_blocks_per_row,
+            block_size=block_size,
+            windows=tuple(group.window for group in model.kv_groups),
+            num_layers=max(group.num_layers for group in model.kv_groups),
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=model.dtype,
+        )
 
     @property
     def num_groups(self) -> int:

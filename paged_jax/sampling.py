@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 CANDIDATES = 128
 DRAW_BLOCK = 256  # the vocabulary is drawn from in two stages: a block of this many tokens, then a token in it
@@ -27,7 +27,7 @@ class SamplingRows:
     top_k: Int[Array, "R"]  # 0: off
     top_p: Float[Array, "R"]  # 1: off
     min_p: Float[Array, "R"]  # 0: off
-    seed: Int[Array, "R"]
+    seed: UInt[Array, "R"]
     min_len: Int[Array, "R"]  # length, prompt included, before which no stop id may come
     stop_ids: Int[Array, "R K"]  # end-of-text and stop token ids, -1 behind them
 

@@ -68,7 +68,7 @@ def init_sequences(num_rows: int, max_len: int, max_running: int, max_stop_ids: 
             top_k=ints(),
             top_p=floats(),
             min_p=floats(),
-            seed=ints(),
+            seed=jnp.zeros(num_rows, jnp.uint32),
             min_len=ints(),
             stop_ids=jnp.full((num_rows, max_stop_ids), -1, jnp.int32),
         ),

@@ -43,18 +43,14 @@ class EngineState:
     counters: Counters
 
 
-def cache_config(config: EngineConfig, model, dtype=None) -> CacheConfig:
-    """Sizes of the KV cache for `model` (a `paged_jax.models.Decoder`)."""
-    return CacheConfig(
+def cache_config(config: EngineConfig, model) -> CacheConfig:
+    """Sizes of the KV cache that an engine of that config needs for `model` (a `paged_jax.models.Decoder`)."""
+    return CacheConfig.for_decoder(
+        model,
         num_blocks=config.num_blocks,
+        block_size=config.block_size,
         max_rows=config.rows,
         max_blocks_per_row=config.max_blocks_per_row,
-        block_size=config.block_size,
-        windows=tuple(group.window for group in model.kv_groups),
-        num_layers=max(group.num_layers for group in model.kv_groups),
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=str(jnp.dtype(dtype or model.dtype)),
     )
 
 

@@ -2,11 +2,12 @@
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from paged_jax.models.interface import KVGroup
 
 
-class ToyDecoder:
+class ToyDecoder(nnx.Module):
     """Stores each token's id as its K and minus it as its V; the next token is a weighted sum of the visible context mod V."""
 
     def __init__(self, vocab_size=97, windows=(None,), max_model_len=64):

@@ -1,0 +1,121 @@
+"""Requests on the host: checked, and laid out as rows for the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+
+import numpy as np
+
+from paged_jax.config import CacheConfig, EngineConfig
+from paged_jax.errors import InvalidRequestError
+from paged_jax.sampling import SamplingRows
+from paged_jax.sampling_params import SamplingParams
+from paged_jax.sequences import NewSequences
+
+
+@dataclass
+class Request:
+    """One request as the host follows it."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    max_len: int
+    seed: int
+    stop_ids: tuple[int, ...]
+    eos_ids: frozenset[int]  # those of `stop_ids` that are end-of-text: they give no stop_reason
+    num_seen: int = field(init=False)  # tokens, prompt included, that the host has
+
+    def __post_init__(self):
+        self.num_seen = len(self.prompt)
+
+
+def check_prompt(prompt: object, vocab_size: int, max_model_len: int) -> list[int]:
+    """Token ids as a list of ints. Raises InvalidRequestError for an empty, overlong or foreign prompt."""
+    if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence | np.ndarray):
+        raise InvalidRequestError(f"prompt={prompt!r:.80}: a list of token ids is needed, got {type(prompt).__name__}")
+    if len(prompt) == 0:
+        raise InvalidRequestError("prompt=[]: at least one token is needed")
+    if len(prompt) >= max_model_len:
+        raise InvalidRequestError(
+            f"prompt: {len(prompt)} tokens; must be fewer than max_model_len={max_model_len}, to leave room for output"
+        )
+    for position, token in enumerate(prompt):
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise InvalidRequestError(f"prompt[{position}]={token!r}: an int is needed, got {type(token).__name__}")
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(f"prompt[{position}]={token}: token ids go from 0 to {vocab_size - 1}")
+    return [int(token) for token in prompt]
+
+
+def blocks_at_most(sizes: CacheConfig, max_len: int, max_chunk: int) -> int:
+    """Blocks that a sequence ending at `max_len` tokens can hold at once. The last token is never computed."""
+    whole = -(-(max_len - 1) // sizes.block_size)
+    return sum(
+        whole if window is None else min(whole, -(-(window - 1 + max_chunk) // sizes.block_size) + 1)
+        for window in sizes.windows
+    )
+
+
+def make_request(
+    request_id: str,
+    prompt: object,
+    params: SamplingParams,
+    *,
+    config: EngineConfig,
+    sizes: CacheConfig,
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...],
+    seed: int,
+) -> Request:
+    """A checked request. Raises InvalidRequestError, also for one that the pool could never hold."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(f"sampling_params={params!r:.80}: SamplingParams are needed, got {type(params).__name__}")
+    tokens = check_prompt(prompt, vocab_size, config.max_model_len)
+    max_len = config.max_model_len
+    if params.max_tokens is not None:
+        max_len = min(len(tokens) + params.max_tokens, max_len)
+    need = blocks_at_most(sizes, max_len, config.max_num_batched_tokens)
+    if need > sizes.num_blocks - 1:
+        raise InvalidRequestError(
+            f"prompt of {len(tokens)} tokens and max_tokens={params.max_tokens}: needs up to {need} blocks of "
+            f"{sizes.block_size}, the pool has {sizes.num_blocks - 1}; it could never finish"
+        )
+    for token in params.stop_token_ids:
+        if token >= vocab_size:
+            raise InvalidRequestError(f"stop_token_ids: {token} is outside the vocabulary of {vocab_size}")
+    eos_ids = () if params.ignore_eos else tuple(token for token in eos_token_ids if token not in params.stop_token_ids)
+    stop_ids = (*params.stop_token_ids, *eos_ids)
+    if len(stop_ids) > config.max_stop_ids:
+        raise InvalidRequestError(
+            f"stop_token_ids={list(params.stop_token_ids)}: {len(stop_ids)} with end-of-text, at most "
+            f"max_stop_ids={config.max_stop_ids} are accepted"
+        )
+    return Request(request_id, tokens, params, max_len, seed if params.seed is None else params.seed, stop_ids, frozenset(eos_ids))
+
+
+def to_rows(requests: dict[int, Request], config: EngineConfig) -> NewSequences:
+    """Requests by the row they go into, as arrays; always R of them, padded with rows out of range."""
+    count, length = config.rows, config.max_model_len
+    rows = np.full(count, config.rows, np.int32)
+    tokens = np.zeros((count, length), np.int32)
+    ints = {name: np.zeros(count, np.int32) for name in ("num_prompt_tokens", "max_len", "top_k", "min_len")}
+    floats = {name: np.zeros(count, np.float32) for name in ("temperature", "top_p", "min_p")}
+    seed = np.zeros(count, np.uint32)
+    stop_ids = np.full((count, config.max_stop_ids), -1, np.int32)
+    for i, (row, request) in enumerate(requests.items()):
+        params, size = request.params, len(request.prompt)
+        rows[i] = row
+        tokens[i, :size] = request.prompt
+        ints["num_prompt_tokens"][i] = size
+        ints["max_len"][i] = request.max_len
+        ints["top_k"][i] = min(params.top_k, 2**31 - 1)
+        ints["min_len"][i] = size + params.min_tokens
+        floats["temperature"][i] = 0 if params.is_greedy else params.temperature
+        floats["top_p"][i] = params.top_p
+        floats["min_p"][i] = params.min_p
+        seed[i] = request.seed & 0xFFFFFFFF
+        stop_ids[i, : len(request.stop_ids)] = request.stop_ids
+    num_prompt_tokens, max_len = ints.pop("num_prompt_tokens"), ints.pop("max_len")
+    sampling = SamplingRows(**ints, **floats, seed=seed, stop_ids=stop_ids)
+    return NewSequences(rows, tokens, num_prompt_tokens, max_len, sampling)

@@ -33,6 +33,7 @@ class Decoder(Protocol):
     max_model_len: int
     num_kv_heads: int
     head_dim: int
+    dtype: str  # of the K and V that it writes, unless the pages are of another
     eos_token_ids: tuple[int, ...]
     kv_groups: tuple[KVGroup, ...]
 

@@ -66,6 +66,11 @@ class Llama(nnx.Module):
             x = x + layer.mlp(layer.mlp_norm(x))
         return self.norm(x), tuple(ks), tuple(vs)
 
+    @property
+    def dtype(self) -> str:
+        """That of the parameters."""
+        return self.embed[...].dtype.name
+
     def logits(self, hidden: Float[Array, "S d"]) -> Float[Array, "S V"]:
         """Float32 logits of hidden states."""
         head = self.embed if self.config.tie_embeddings else self.head

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .tiles import QueryTiles, cut_tiles, locate_rows, max_tiles, query_lengths, tile_size
 
-# Tokens of context that a loop trip reads. Best of many runs, ms a layer, on two busy cores with AVX2 (9 query heads, 3 KV
-# heads, head_dim 64, block 16):
+# Tokens of context that a loop trip reads. Best of many runs, ms a layer, on two busy cores with AVX2 (9 query heads,
+# 3 KV heads, head_dim 64, block 16):
 #
 #   rows x context       chunk 32     64    128    256    512   all tiles at once
 #   16 x 256                  4.0    2.8    2.7    2.6    3.9     7.3

@@ -71,6 +71,14 @@ def test_prefill_chunks_and_decoding_rows_in_one_batch_match_the_reference(heads
 
 
 @both_forms
+def test_a_sink_far_from_the_scores_neither_overflows_nor_counts(form):
+    heads = HEADS[3]
+    batch = make_batch(heads, [(1, 50), (1, 9)], num_tokens=8, num_seqs=8, table_width=14)
+    batch = with_arrays(batch, sinks=np.float32([300, -300, 0, -np.inf]))
+    assert_matches(heads, attend(form, heads, batch), expected(heads, batch))
+
+
+@both_forms
 @pytest.mark.parametrize("lens, num_tokens", [([(1, 1100), (1, 3), (1, 512)], 4), ([(60, 400), (1, 300)], 64)])
 def test_contexts_of_several_full_chunks_match_the_reference(form, lens, num_tokens):
     heads = Heads(scoring=dict(window=700))

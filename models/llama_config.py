@@ -65,23 +65,29 @@ class LlamaConfig:
             raise ValueError(f"rms_norm_eps must be positive, got {self.rms_norm_eps!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if not self.windows:
-            object.__setattr__(self, "windows", (None,) * self.num_layers)
-        if len(self.windows) != self.num_layers:
+        if len(self.layer_windows) != self.num_layers:
             raise ValueError(f"windows names {len(self.windows)} layers, the model has {self.num_layers}")
         if bad := [w for w in self.windows if w is not None and w < 1]:
             raise ValueError(f"a window must be at least one token, got {bad[0]}")
         if bad := [i for i in self.eos_token_ids if not 0 <= i < self.vocab_size]:
             raise ValueError(f"eos_token_ids names {bad[0]}, the vocabulary has {self.vocab_size}")
+        if not any(self.windows):
+            object.__setattr__(self, "windows", ())  # equal models have equal configs
         inverse_frequencies(self.rope, self.head_dim)  # raises on a wrong number of factors
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Each layer's window, None for full attention."""
+        return self.windows or (None,) * self.num_layers
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """One group for each window in use, in order of its first layer."""
-        return tuple(KVGroup(window, self.windows.count(window)) for window in dict.fromkeys(self.windows))
+        return tuple(KVGroup(window, self.layer_windows.count(window)) for window in dict.fromkeys(self.layer_windows))
 
     @property
     def kv_places(self) -> tuple[tuple[int, int], ...]:
         """For each layer its KV-cache group and its place there, which is also the page array it uses."""
-        order = list(dict.fromkeys(self.windows))
-        return tuple((order.index(w), self.windows[:layer].count(w)) for layer, w in enumerate(self.windows))
+        windows = self.layer_windows
+        order = list(dict.fromkeys(windows))
+        return tuple((order.index(w), windows[:layer].count(w)) for layer, w in enumerate(windows))

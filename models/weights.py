@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -116,5 +117,7 @@ def assemble(config: LlamaConfig, source: TensorSource) -> Llama:
         raise AssertionError(f"no tensor makes the parameter {path}")
 
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
-    filled = [(path, leaf.replace(jnp.asarray(param(path)))) for path, leaf in nnx.to_flat_state(abstract)]
+    filled = [
+        (path, leaf.replace(jax.device_put(param(path), may_alias=False))) for path, leaf in nnx.to_flat_state(abstract)
+    ]
     return nnx.merge(graphdef, nnx.from_flat_state(filled))

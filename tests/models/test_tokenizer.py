@@ -1,0 +1,195 @@
+"""Text to ids and back; every id list, in any pieces, gives the text of the whole."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from paged_jax.models import Detokenizer, ModelLoadError, Tokenizer
+from paged_jax.models.gguf_file import GGUFFile
+from paged_jax.models.gguf_tokenizer import read_tokenizer
+from paged_jax.models.hf import read_tokenizer as read_hf_tokenizer
+from paged_jax.models.tokenizer import BYTE_OF_CHAR
+
+CHARS = {byte: char for char, byte in BYTE_OF_CHAR.items()}
+SPACE = CHARS[0x20]
+TOKENS = [*(CHARS[b] for b in range(256)), "he", "ll", "hell", SPACE + "w", "12", "<|end|>", "<tool>"]
+MERGES = ["h e", "l l", "he ll", f"{SPACE} w", "1 2"]
+
+
+def gguf_of(**metadata):
+    base = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.merges": MERGES,
+        "tokenizer.ggml.token_type": [1] * 261 + [3, 4],
+        "tokenizer.ggml.eos_token_id": 261,
+    }
+    changes = {f"tokenizer.{key.replace('__', '.')}": value for key, value in metadata.items()}
+    return GGUFFile(Path("some.gguf"), base | changes, {}, None)  # pyright: ignore[reportArgumentType]
+
+
+def byte_level(**metadata) -> Tokenizer:
+    tokenizer = read_tokenizer(gguf_of(**metadata))
+    assert tokenizer is not None
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """As Llama 2 and Mistral have it: pieces with a mark for the space, bytes for the rest."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "h", "i", "▁h", "▁hi"]
+    merges = [("▁", "h"), ("▁h", "i")]
+    backend = Backend(
+        models.BPE({p: i for i, p in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    return Tokenizer(backend, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+
+
+KINDS = {"byte level": byte_level(), "byte fallback": byte_fallback()}
+
+
+def test_words_merge_and_special_tokens_stay_whole():
+    tokenizer = byte_level()
+    assert tokenizer.encode("hell w<|end|><tool>") == [258, 259, 261, 262]
+    assert tokenizer.special_ids == {261}
+    assert tokenizer.decode([258, 261, 262, 259]) == "hell<tool> w"
+    assert tokenizer.decode([258, 261], skip_special_tokens=False) == "hell<|end|>"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.vocab_size) == (None, 261, 263)
+
+
+def test_pre_tokenizers_cut_digits_as_their_models_do():
+    digits = [ord("1"), ord("2")]
+    assert byte_level().encode("12") == [260]
+    assert byte_level(ggml__pre="llama-bpe").encode("12") == [260]
+    assert byte_level(ggml__pre="smollm").encode("12") == digits
+    assert byte_level(ggml__pre="qwen2").encode("12") == digits
+
+
+def test_bos_is_put_first_where_the_file_says():
+    with_bos = {"ggml__bos_token_id": 261, "ggml__add_bos_token": True}
+    assert byte_level(**with_bos).encode("he") == [261, 256]
+    assert byte_level(**with_bos).encode("he", add_special_tokens=False) == [256]
+    assert byte_level(ggml__bos_token_id=261).encode("he") == [256]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"ggml__merges": ["he"]}, "merge 'he' is malformed"),
+        ({"ggml__merges": ["he xx"]}, "the vocabulary and merges make no tokenizer"),
+        ({"ggml__token_type": [1]}, "'tokenizer.ggml.token_type' has 1 entries, expected 263"),
+        ({"ggml__eos_token_id": 900}, "'tokenizer.ggml.eos_token_id' is 900, expected an id below 263"),
+    ],
+)
+def test_a_broken_vocabulary_is_named(metadata, message):
+    with pytest.raises(ModelLoadError, match=message):
+        byte_level(**metadata)
+
+
+def test_a_file_without_a_vocabulary_has_no_tokenizer():
+    assert read_tokenizer(GGUFFile(Path("a"), {}, {}, None)) is None  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_pieces_join_to_the_whole(kind, data):
+    tokenizer = KINDS[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=30))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
+    for skip in (True, False):
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+        parts = [detokenizer.push(ids[a:b]) for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+        assert "".join([*parts, detokenizer.flush()]) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+# SentencePiece writes a space as U+2581, so it cannot tell the two apart.
+@given(text=st.text(st.characters(exclude_characters="\u2581", codec="utf-8"), max_size=20))
+def test_text_survives_and_no_piece_holds_a_broken_character(kind, text):
+    tokenizer = KINDS[kind]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if any(i in tokenizer.special_ids for i in ids):
+        return
+    detokenizer = Detokenizer(tokenizer)
+    parts = [detokenizer.push([i]) for i in ids]
+    assert "".join(parts) == text == tokenizer.backend.decode(ids)
+    assert detokenizer.flush() == ""
+    assert "�" in text or not any("�" in part for part in parts)
+
+
+def test_incomplete_bytes_appear_only_at_flush_and_invalid_ones_at_once():
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(tokenizer)
+    smile = list("😊".encode())
+    assert [detokenizer.push([i]) for i in smile] == ["", "", "", "😊"]
+    assert detokenizer.push(smile[:2]) == ""
+    assert detokenizer.flush() == "�"
+    assert detokenizer.push([0xFF, ord("a")]) == "�a"
+    assert detokenizer.flush() == ""
+
+
+def test_a_text_that_continues_keeps_its_leading_space():
+    tokenizer = byte_fallback()
+    ids = tokenizer.encode("hi")
+    assert tokenizer.decode(ids) == "hi"
+    assert Detokenizer(tokenizer, continues=True).push(ids) == " hi"
+
+
+def chat(template, messages=({"role": "user", "content": "<hi> & 'bye'"},), **variables):
+    tokenizer = Tokenizer(Backend(models.BPE()), chat_template=template, special_tokens={"bos_token": "<s>"})
+    return tokenizer.apply_chat_template(messages, **variables)
+
+
+def test_templates_have_what_hugging_face_gives_them():
+    assert chat("{{ bos_token }}{{ messages[0]['content'] | tojson }}") == "<s>\"<hi> & 'bye'\""
+    assert chat("{% if add_generation_prompt %}go{% endif %}", add_generation_prompt=False) == ""
+    assert chat("  {% for m in messages %}\n{{ m.role }}{% break %}{% endfor %}") == "user"
+    assert len(chat("{{ strftime_now('%Y') }}")) == 4
+    assert chat("{{ tools is none }}{{ thinking }}", thinking=True) == "TrueTrue"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "this model has no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "the chat template failed: roles must alternate"),
+        ("{% if %}", "the chat template failed"),
+        ("{{ ''.__class__.__mro__ }}", "the chat template failed"),
+        ("{{ messages.append(1) }}", "the chat template failed"),
+    ],
+)
+def test_a_template_that_fails_says_why(template, message):
+    with pytest.raises(ValueError, match=message):
+        chat(template)
+
+
+def test_a_hugging_face_directory_gives_tokenizer_template_and_special_tokens(tmp_path):
+    backend = KINDS["byte level"].backend
+    backend.save(str(tmp_path / "tokenizer.json"))
+    plain = read_hf_tokenizer(tmp_path)
+    assert plain is not None and plain.chat_template is None and plain.eos_token_id is None
+    settings = {"eos_token": {"content": "<|end|>"}, "bos_token": None, "chat_template": "one"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    full = read_hf_tokenizer(tmp_path)
+    assert full is not None and full.eos_token_id == 261 and full.bos_token_id is None
+    assert full.apply_chat_template([]) == "one"
+    assert full.encode("hell w") == [258, 259]
+    (tmp_path / "chat_template.jinja").write_text("two")
+    assert read_hf_tokenizer(tmp_path).apply_chat_template([]) == "two"  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_split_patterns_are_valid():
+    for pre in ("llama-bpe", "qwen2"):
+        text = "I'll go,  then 12345!\n\n ok"
+        tokenizer = byte_level(ggml__pre=pre)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert pre_tokenizers.Split(Regex(r"\p{N}"), "isolated") is not None

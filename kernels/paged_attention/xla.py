@@ -24,10 +24,10 @@ from .tiles import QueryTiles, cut_tiles, locate_rows, max_tiles, query_lengths,
 #   64 x 512                 41.5   31.4   23.9   21.7   18.3      64
 #   63 x 40 and 1 x 512       3.5    2.7    3.3    5.0   11.3      48
 #
-# The two products with their gathers (16 to 21 GFLOP/s) are most of it. One loop over (row, chunk) items, several a trip,
-# did not pay for its merging of partial sums: 8 items of 64 tokens took 28 % less at 64 x 256, 4 % more at 64 x 512 and
-# 50 % more at 1 x 256; 4 items of 128 took 10 % less, 10 % less and 39 % more. A prompt of 512 in tiles of 16, 32, 64, 128
-# rows: 8.0, 7.0, 6.2, 5.8; 32 because a short prompt would leave most of a larger tile empty.
+# The two products with their gathers (16 to 21 GFLOP/s) are most of it. One loop over (row, chunk) items, several a
+# trip, did not pay for its merging of partial sums: 8 items of 64 tokens took 28 % less at 64 x 256, 4 % more at
+# 64 x 512 and 50 % more at 1 x 256; 4 items of 128 took 10 % less, 10 % less and 39 % more. A prompt of 512 in tiles of
+# 16, 32, 64, 128 rows: 8.0, 7.0, 6.2, 5.8; 32 because a short prompt would leave most of a larger tile empty.
 DECODE_CHUNK = 128
 WIDE_CHUNK = 128
 # Not measured: a GPU was not at hand. Long, because each trip costs a host sync.

@@ -29,5 +29,7 @@ def once(condition, body, carry):
 
     A `lax.cond` with the page arrays among its operands copies them on a GPU; a loop carries them in place.
     """
-    out = jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), body(c[1])), (jnp.asarray(condition), carry))
+    out = jax.lax.while_loop(
+        lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), body(c[1])), (jnp.asarray(condition), carry)
+    )
     return out[1]

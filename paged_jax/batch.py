@@ -1,8 +1,8 @@
 """One step's tokens, flattened.
 
-    running places      0       1    2          take 3, 1, 2
-    tokens              a b c   d    e f  - -   owners 0 0 0 1 2 2, padding behind
-    cu_q_lens           0       3    4     6
+running places      0       1    2          take 3, 1, 2
+tokens              a b c   d    e f  - -   owners 0 0 0 1 2 2, padding behind
+cu_q_lens           0       3    4     6
 """
 
 import jax.numpy as jnp
@@ -14,8 +14,7 @@ from paged_jax.config import CacheConfig
 from paged_jax.sequences import Sequences, running_rows
 
 
-@struct.dataclass
-class Batch:
+class Batch(struct.PyTreeNode):
     """T tokens of S sequences at most, G KV-cache groups; what a decoder is given (models/interface.py) and a little more."""
 
     tokens: Int[Array, "T"]
@@ -51,9 +50,7 @@ def build_batch(config: CacheConfig, tables: BlockTables, seqs: Sequences, take:
     return Batch(
         tokens=jnp.where(valid, seqs.tokens[rows[owners], positions], 0),
         positions=positions,
-        slots=find_slots(
-            blocks, owners, positions, valid, block_size=config.block_size, num_slots=config.num_slots
-        ),
+        slots=find_slots(blocks, owners, positions, valid, block_size=config.block_size, num_slots=config.num_slots),
         block_tables=blocks,
         kv_lens=jnp.where(active, computed + take, 0),
         cu_q_lens=cu_q_lens,

@@ -8,17 +8,18 @@ a window from the head; release puts blocks without content worth keeping at the
 and the others at the tail (least recently used). The queue order is vLLM's, block for block.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from paged_jax.arrays import once, read_before_write
-from paged_jax.errors import ConfigError
+from paged_jax.errors import ConfigError, DoubleFreeError, OutOfBlocksError
 
 
-@struct.dataclass
-class BlockPool:
+class BlockPool(struct.PyTreeNode):
     """Reference counts and free queue of N physical blocks."""
 
     ref_count: Int[Array, "N"]
@@ -104,7 +105,9 @@ def ready_head(pool: BlockPool, count: Int[Array, ""], width: int) -> BlockPool:
     )
 
 
-def pop_ready(pool: BlockPool, count: Int[Array, ""], width: int) -> tuple[BlockPool, Int[Array, "width"], Bool[Array, ""]]:
+def pop_ready(
+    pool: BlockPool, count: Int[Array, ""], width: int
+) -> tuple[BlockPool, Int[Array, "width"], Bool[Array, ""]]:
     """Take `count` blocks from the head into use (reference count 1), where `head_is_ready`.
 
     Returns their ids in order, 0 behind them. Not ok, and nothing changed, when fewer than `count` are free.
@@ -217,3 +220,28 @@ def free_queue(pool: BlockPool) -> list[int]:
     """The free blocks in the order in which they would be handed out. On the host; for inspection and tests."""
     ids, live, _ = jax.device_get(_window(pool, pool.ring.shape[0]))
     return ids[live].tolist()
+
+
+# ---------------------------------------------------------------- on the host, with exceptions for flags
+
+
+def take_blocks(pool: BlockPool, count: int) -> tuple[BlockPool, list[int]]:
+    """`count` blocks from the head of the queue. Raises OutOfBlocksError, naming the count, when fewer are free."""
+    pool, blocks, ok = pop(pool, jnp.int32(count), max(count, 1))
+    if not ok:
+        raise OutOfBlocksError(f"count={count}: {int(pool.num_free)} of {pool.num_blocks - 1} blocks are free")
+    return pool, blocks[:count].tolist()
+
+
+def return_blocks(pool: BlockPool, blocks: Sequence[int], *, keep: bool = False) -> BlockPool:
+    """Give back one reference of each of `blocks`, the first first; freed ones go to the tail where `keep`, else to the head.
+
+    Those that go to the head stand there in the order given. Raises DoubleFreeError, and releases nothing, for a block
+    without a reference left.
+    """
+    # `release` goes from the last column to the first.
+    ids = jnp.asarray(blocks, jnp.int32).reshape(1, -1)[:, ::-1]
+    after, ok = release(pool, ids, jnp.full(ids.shape, keep))
+    if not ok or len(set(blocks)) < len(blocks):
+        raise DoubleFreeError(f"blocks={list(blocks)}: one has fewer references than are given back")
+    return after

@@ -1,7 +1,7 @@
 """Which physical blocks hold a sequence row's tokens, for each KV-cache group.
 
-    blocks[group, row]   0  0  7  2  9 | 0  0 ...      logical order; the null block stands where a window has passed
-                                        ^num_blocks    and behind the end
+blocks[group, row]   0  0  7  2  9 | 0  0 ...      logical order; the null block stands where a window has passed
+                                    ^num_blocks    and behind the end
 """
 
 import jax.numpy as jnp
@@ -11,8 +11,7 @@ from jaxtyping import Array, Int
 from paged_jax.arrays import ceil_div
 
 
-@struct.dataclass
-class BlockTables:
+class BlockTables(struct.PyTreeNode):
     """Tables of R sequence rows in G groups, M blocks a row at most."""
 
     blocks: Int[Array, "G R M"]

@@ -23,8 +23,7 @@ from paged_jax.kv_cache import KVCache, init_pages
 RELEASE_ROWS = 4  # rows released in one vectorised pass; few, because a pass costs RELEASE_ROWS x table width
 
 
-@struct.dataclass
-class PagedCache:
+class PagedCache(struct.PyTreeNode):
     """A paged KV cache: bookkeeping and storage, one value."""
 
     pool: BlockPool
@@ -71,7 +70,9 @@ def allocate_slots(
     if not isinstance(new, jax.core.Tracer) and np.any(np.asarray(new) < 1):
         raise ConfigError(f"num_new_tokens={np.asarray(new).tolist()}: each row must ask for at least 1")
     if new.shape not in ((1,), rows.shape):
-        raise ConfigError(f"num_new_tokens: shape {new.shape} for {rows.shape[0]} rows; one count, or one a row, is needed")
+        raise ConfigError(
+            f"num_new_tokens: shape {new.shape} for {rows.shape[0]} rows; one count, or one a row, is needed"
+        )
     return _allocate(config, cache, rows, new, jnp.asarray(reserved_blocks), jnp.asarray(must_fit_tokens))
 
 
@@ -240,9 +241,7 @@ def release_below_window(
     return release_columns(pool, tables, rows, low, high, columns)[:2]
 
 
-def admission_blocks(
-    config: CacheConfig, num_tokens: Int[Array, ""], max_chunk: int
-) -> Int[Array, ""]:
+def admission_blocks(config: CacheConfig, num_tokens: Int[Array, ""], max_chunk: int) -> Int[Array, ""]:
     """Blocks that must be free before a sequence of `num_tokens` is admitted: all of it, whole, in full-attention groups; what a
     window and one chunk of `max_chunk` tokens can hold at once in sliding-window groups."""
     whole = ceil_div(num_tokens, config.block_size)

@@ -38,7 +38,9 @@ class CacheConfig:
             _require_int(name, getattr(self, name), 1)
         _require_int("num_layers", self.num_layers, 0)
         if not isinstance(self.windows, tuple) or not self.windows:
-            raise ConfigError(f"windows={self.windows!r}: a tuple with one entry (None or tokens) for each group is needed")
+            raise ConfigError(
+                f"windows={self.windows!r}: a tuple with one entry (None or tokens) for each group is needed"
+            )
         for window in self.windows:
             if window is not None:
                 _require_int("windows", window, 1)
@@ -128,7 +130,9 @@ class EngineConfig:
         for width in widths:
             _require_int("widths", width, 1)
         if widths[-1] != self.max_num_batched_tokens:
-            raise ConfigError(f"widths={widths!r}: the last must be max_num_batched_tokens={self.max_num_batched_tokens}")
+            raise ConfigError(
+                f"widths={widths!r}: the last must be max_num_batched_tokens={self.max_num_batched_tokens}"
+            )
 
     @property
     def rows(self) -> int:

@@ -27,8 +27,7 @@ from paged_jax.sampling_params import SamplingParams, check_int
 STEPS_PER_DISPATCH = 32
 
 
-@struct.dataclass
-class Report:
+class Report(struct.PyTreeNode):
     """What the host is told of a dispatch; R rows, the newest K tokens of each."""
 
     status: Int[Array, "R"]
@@ -101,7 +100,7 @@ class Engine:
         self._jit_abort = jax.jit(sequences.abort, donate_argnums=0)
         self._seeds = np.random.default_rng(seed)
         self._queue: collections.deque[Request] = collections.deque()  # beyond the device's rows
-        self._aborted: list[Request] = []  # while still in the queue
+        self._held: list[Update] = []  # collected, but not yet delivered
         self._rows: dict[int, Request] = {}
         self._empty = list(range(config.rows))
         self._live: dict[str, Request] = {}
@@ -123,7 +122,9 @@ class Engine:
         if not isinstance(request_id, str):
             raise InvalidRequestError(f"request_id={request_id!r}: a str is needed, got {type(request_id).__name__}")
         if request_id in self._live:
-            raise InvalidRequestError(f"request_id={request_id!r}: is in use; ids must differ among unfinished requests")
+            raise InvalidRequestError(
+                f"request_id={request_id!r}: is in use; ids must differ among unfinished requests"
+            )
         request = make_request(
             request_id,
             prompt,
@@ -146,7 +147,7 @@ class Engine:
             return False
         if request in self._queue:
             self._queue.remove(request)
-            self._aborted.append(request)
+            self._held.append(Update(request_id, [], [], "abort"))
             return True
         row = next(row for row, other in self._rows.items() if other is request)
         rows = jnp.full(1, row, jnp.int32)
@@ -191,10 +192,10 @@ class Engine:
         """Wait for a dispatch and return its news. Dispatches must be collected in the order in which they were made."""
         report: Report = jax.device_get(dispatch.report)
         self.counters = report.counters
-        updates = [Update(request.request_id, [], [], "abort") for request in self._aborted]
-        for request in self._aborted:
-            del self._live[request.request_id]
-        self._aborted = []
+        updates, self._held = self._held, []
+        for update in updates:
+            if update.finish_reason is not None:
+                self._live.pop(update.request_id, None)
         for row, request in dispatch.requests.items():
             if self._live.get(request.request_id) is request:
                 update = self._read(report, row, request)
@@ -207,19 +208,26 @@ class Engine:
             )
         return updates
 
+    def hold(self, updates: Sequence[Update]) -> None:
+        """Hand back updates of someone else's requests: they come again with the next."""
+        self._held.extend(updates)
+
     def _read(self, report: Report, row: int, request: Request) -> Update | None:
         new = int(report.num_tokens[row]) - request.num_seen
         request.num_seen += new
         finished = report.status[row] == sequences.FINISHED
         if new == 0 and not finished:
             return None
-        tokens = report.tokens[row, STEPS_PER_DISPATCH - new :].tolist()
-        logprobs = report.logprobs[row, STEPS_PER_DISPATCH - new :].tolist()
+        tokens, logprobs = report.tokens[row], report.logprobs[row]
+        if new > STEPS_PER_DISPATCH:  # an earlier report was never collected: its reader was interrupted
+            seqs, length = self.state.seqs, int(report.num_tokens[row])
+            tokens, logprobs = (np.asarray(x[row])[:length] for x in (seqs.tokens, seqs.logprobs))
+        tokens, logprobs = (x[len(x) - new :].tolist() for x in (tokens, logprobs))
         if not finished:
             return Update(request.request_id, tokens, logprobs)
         del self._rows[row], self._live[request.request_id]
         self._empty.append(row)
-        reason = sequences.FINISH_REASONS[int(report.finish_reason[row])]
+        reason = sequences.FINISH_REASONS[report.finish_reason[row]]
         stopped = reason == "stop" and tokens[-1] not in request.eos_ids
         return Update(request.request_id, tokens, logprobs, reason, tokens[-1] if stopped else None)
 

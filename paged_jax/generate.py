@@ -27,8 +27,7 @@ MAX_RUNNING = 64  # sequences running at once, where the caller does not say
 MAX_TOKENS_A_STEP = 512
 
 
-@struct.dataclass
-class Generated:
+class Generated(struct.PyTreeNode):
     """What `generate` returns, for B prompts with n samples each.
 
     Attributes:
@@ -145,7 +144,9 @@ def _limits(max_new_tokens, batch: int) -> np.ndarray:
         raise ConfigError("max_new_tokens: is traced; its greatest is a shape, so pass an int, a list or a numpy array")
     limits = np.asarray(max_new_tokens)
     if not np.issubdtype(limits.dtype, np.integer) or limits.shape not in ((), (batch,)):
-        raise InvalidRequestError(f"max_new_tokens={max_new_tokens!r:.80}: an int, or one for each of {batch} prompts, is needed")
+        raise InvalidRequestError(
+            f"max_new_tokens={max_new_tokens!r:.80}: an int, or one for each of {batch} prompts, is needed"
+        )
     if limits.min() < 1:
         raise InvalidRequestError(f"max_new_tokens={max_new_tokens!r:.80}: must be at least 1")
     return np.broadcast_to(limits, (batch,)).astype(np.int32)
@@ -154,7 +155,9 @@ def _limits(max_new_tokens, batch: int) -> np.ndarray:
 def _per_prompt(name: str, value, batch: int, accepted: str, accepts) -> Array:
     array = jnp.asarray(value)
     if array.shape not in ((), (batch,)):
-        raise InvalidRequestError(f"{name}: shape {array.shape}; one value, or one for each of {batch} prompts, is needed")
+        raise InvalidRequestError(
+            f"{name}: shape {array.shape}; one value, or one for each of {batch} prompts, is needed"
+        )
     if not isinstance(array, jax.core.Tracer) and not np.all(accepts(np.asarray(array))):
         raise InvalidRequestError(f"{name}={value!r:.80}: must be {accepted}")
     return jnp.broadcast_to(array, (batch,))
@@ -238,9 +241,11 @@ def _generate(
     )
 
 
-def _rows(config, vocab_size, stops, num_samples, prompts, prompt_lens, key, limits, filters) -> tuple[NewSequences, Array]:
+def _rows(
+    config, vocab_size, stops, num_samples, prompts, prompt_lens, key, limits, filters
+) -> tuple[NewSequences, Array]:
     """Each prompt `num_samples` times as rows, and which of them are valid."""
-    batch, width = prompts.shape
+    width = prompts.shape[1]
     inside = jnp.arange(width) < prompt_lens[:, None]
     foreign = jnp.any(inside & ((prompts < 0) | (prompts >= vocab_size)), axis=1)
     valid = (prompt_lens > 0) & (prompt_lens <= width) & ~foreign

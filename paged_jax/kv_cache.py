@@ -9,8 +9,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 
-@struct.dataclass
-class KVCache:
+class KVCache(struct.PyTreeNode):
     """One pair of page arrays for each layer position."""
 
     k_pages: tuple[Float[Array, "N block_size kv_heads head_dim"], ...]

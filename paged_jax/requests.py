@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 
@@ -70,7 +71,9 @@ def make_request(
 ) -> Request:
     """A checked request. Raises InvalidRequestError, also for one that the pool could never hold."""
     if not isinstance(params, SamplingParams):
-        raise InvalidRequestError(f"sampling_params={params!r:.80}: SamplingParams are needed, got {type(params).__name__}")
+        raise InvalidRequestError(
+            f"sampling_params={params!r:.80}: SamplingParams are needed, got {type(params).__name__}"
+        )
     tokens = check_prompt(prompt, vocab_size, config.max_model_len)
     max_len = config.max_model_len
     if params.max_tokens is not None:
@@ -91,7 +94,9 @@ def make_request(
             f"stop_token_ids={list(params.stop_token_ids)}: {len(stop_ids)} with end-of-text, at most "
             f"max_stop_ids={config.max_stop_ids} are accepted"
         )
-    return Request(request_id, tokens, params, max_len, seed if params.seed is None else params.seed, stop_ids, frozenset(eos_ids))
+    return Request(
+        request_id, tokens, params, max_len, seed if params.seed is None else params.seed, stop_ids, frozenset(eos_ids)
+    )
 
 
 def to_rows(requests: dict[int, Request], config: EngineConfig) -> NewSequences:
@@ -116,6 +121,7 @@ def to_rows(requests: dict[int, Request], config: EngineConfig) -> NewSequences:
         floats["min_p"][i] = params.min_p
         seed[i] = request.seed & 0xFFFFFFFF
         stop_ids[i, : len(request.stop_ids)] = request.stop_ids
-    num_prompt_tokens, max_len = ints.pop("num_prompt_tokens"), ints.pop("max_len")
-    sampling = SamplingRows(**ints, **floats, seed=seed, stop_ids=stop_ids)
-    return NewSequences(rows, tokens, num_prompt_tokens, max_len, sampling)
+    columns: dict[str, Any] = {"rows": rows, "tokens": tokens}
+    columns |= {name: ints.pop(name) for name in ("num_prompt_tokens", "max_len")}
+    parameters: dict[str, Any] = ints | floats | {"seed": seed, "stop_ids": stop_ids}
+    return NewSequences(**columns, sampling=SamplingRows(**parameters))

@@ -19,8 +19,7 @@ CANDIDATES = 128
 DRAW_BLOCK = 256  # the vocabulary is drawn from in two stages: a block of this many tokens, then a token in it
 
 
-@struct.dataclass
-class SamplingRows:
+class SamplingRows(struct.PyTreeNode):
     """Sampling parameters of each row."""
 
     temperature: Float[Array, "R"]  # 0: greedy, and the filters are off

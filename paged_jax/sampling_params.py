@@ -68,9 +68,7 @@ class SamplingParams:
             put("max_tokens", check_int("max_tokens", self.max_tokens, 1))
         put("min_tokens", check_int("min_tokens", self.min_tokens, 0))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(
-                f"min_tokens={self.min_tokens}: must be at most max_tokens={self.max_tokens}"
-            )
+            raise InvalidRequestError(f"min_tokens={self.min_tokens}: must be at most max_tokens={self.max_tokens}")
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequestError(f"ignore_eos={self.ignore_eos!r}: a bool is needed")
         if isinstance(self.stop_token_ids, str | bytes) or not isinstance(self.stop_token_ids, Sequence):

@@ -26,8 +26,7 @@ from paged_jax.config import CacheConfig
 from paged_jax.sequences import FINISHED, RUNNING, WAITING, Sequences, running_rows
 
 
-@struct.dataclass
-class Schedule:
+class Schedule(struct.PyTreeNode):
     """What scheduling changes, and what it decides."""
 
     pool: BlockPool
@@ -110,9 +109,7 @@ def _events(config: CacheConfig, budget: int, plan: Schedule) -> Schedule:
     return plan.replace(take=take, pool=block_pool.make_ready(plan.pool, need, width))
 
 
-def release_finished(
-    pool: BlockPool, tables: BlockTables, seqs: Sequences
-) -> tuple[BlockPool, BlockTables, Sequences]:
+def release_finished(pool: BlockPool, tables: BlockTables, seqs: Sequences) -> tuple[BlockPool, BlockTables, Sequences]:
     """Give back the blocks of running rows that have finished, and close the gaps that they leave."""
     finished = _finished(seqs)
     rows, active = running_rows(seqs)

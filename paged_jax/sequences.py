@@ -1,7 +1,7 @@
 """The sequence rows: tokens, counts, status and sampling parameters of every request on the device, running or waiting.
 
-    running   3 0 5 | R R      places in order of admission; the first num_running are in use, R marks an empty place
-    waiting   . 7 2 9 . .      a ring of rows; the next to be admitted stands at its head
+running   3 0 5 | R R      places in order of admission; the first num_running are in use, R marks an empty place
+waiting   . 7 2 9 . .      a ring of rows; the next to be admitted stands at its head
 """
 
 import jax.numpy as jnp
@@ -15,8 +15,7 @@ NOT_FINISHED, STOP, LENGTH, ABORT, INVALID = range(5)
 FINISH_REASONS = (None, "stop", "length", "abort", "invalid")
 
 
-@struct.dataclass
-class Sequences:
+class Sequences(struct.PyTreeNode):
     """R sequence rows of up to L tokens, S of them running at most."""
 
     tokens: Int[Array, "R L"]  # prompt and output
@@ -47,6 +46,7 @@ class Sequences:
 
 def init_sequences(num_rows: int, max_len: int, max_running: int, max_stop_ids: int) -> Sequences:
     """All rows empty."""
+
     # Each array is made anew: one buffer in two places could not be donated.
     def ints():
         return jnp.zeros(num_rows, jnp.int32)
@@ -80,8 +80,7 @@ def init_sequences(num_rows: int, max_len: int, max_running: int, max_stop_ids: 
     )
 
 
-@struct.dataclass
-class NewSequences:
+class NewSequences(struct.PyTreeNode):
     """Requests on their way into rows: `rows[i]` gets the i-th; a row out of range is padding."""
 
     rows: Int[Array, "k"]
@@ -116,7 +115,9 @@ def add(seqs: Sequences, new: NewSequences) -> Sequences:
     )
 
 
-def append(seqs: Sequences, rows: Int[Array, "S"], tokens: Int[Array, "S"], logprobs: Float[Array, "S"], given) -> Sequences:
+def append(
+    seqs: Sequences, rows: Int[Array, "S"], tokens: Int[Array, "S"], logprobs: Float[Array, "S"], given
+) -> Sequences:
     """Append one token to each row that is `given` one, and mark those finished that it ends.
 
     A stop id ends a row (unless the row must be longer first), also as the last token that it may have; else its length does.

@@ -20,8 +20,7 @@ from paged_jax.scheduler import max_step_columns, release_finished, schedule, st
 from paged_jax.sequences import FINISHED, Sequences, append, init_sequences, running_rows
 
 
-@struct.dataclass
-class Counters:
+class Counters(struct.PyTreeNode):
     """What happened since the state was made."""
 
     steps: Int[Array, ""]
@@ -34,8 +33,7 @@ class Counters:
     filled_block_steps: Float[Array, ""]  # tokens in them / block_size, summed over steps
 
 
-@struct.dataclass
-class EngineState:
+class EngineState(struct.PyTreeNode):
     """Everything that changes: cache, sequence rows, counters. Arrays only; save it and the engine is saved."""
 
     cache: PagedCache

@@ -2,12 +2,12 @@
 
 import pytest
 from flax import nnx
-from toy_decoder import ToyDecoder, random_prompts
 
 from paged_jax.config import EngineConfig
 from paged_jax.engine import Engine
 from paged_jax.errors import InvalidRequestError
 from paged_jax.sampling_params import SamplingParams
+from toy_decoder import ToyDecoder, random_prompts
 
 MODEL = ToyDecoder()
 

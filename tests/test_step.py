@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy_decoder import ToyDecoder, random_prompts
 
 from paged_jax import block_pool, sequences, step
 from paged_jax.config import EngineConfig
 from paged_jax.sampling import SamplingRows
+from toy_decoder import ToyDecoder, random_prompts
 
 
 def greedy_rows(prompts, num_rows, max_len, new_tokens):

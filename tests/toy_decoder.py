@@ -22,7 +22,7 @@ class ToyDecoder(nnx.Module):
         ids = tokens.astype(k.dtype)[:, None, None]
         total = 0
         lens = batch.kv_lens
-        for g, group in enumerate(self.kv_groups):
+        for g in range(len(self.kv_groups)):
             block, offset = batch.slots[g] // block_size, batch.slots[g] % block_size
             k = k.at[block, offset].set(ids, mode="drop")
             v = v.at[block, offset].set(-ids, mode="drop")

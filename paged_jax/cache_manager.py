@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from paged_jax import block_pool
@@ -67,7 +68,7 @@ def allocate_slots(
     the table, where they are concrete.
     """
     rows, new = _concrete_rows(config, rows), jnp.atleast_1d(jnp.asarray(num_new_tokens, jnp.int32))
-    if not isinstance(new, jax.core.Tracer) and np.any(np.asarray(new) < 1):
+    if not isinstance(new, Tracer) and np.any(np.asarray(new) < 1):
         raise ConfigError(f"num_new_tokens={np.asarray(new).tolist()}: each row must ask for at least 1")
     if new.shape not in ((1,), rows.shape):
         raise ConfigError(
@@ -95,7 +96,7 @@ def free(config: CacheConfig, cache: PagedCache, rows) -> tuple[PagedCache, Bool
 
 def _concrete_rows(config: CacheConfig, rows) -> Int[Array, "k"]:
     rows = jnp.atleast_1d(jnp.asarray(rows, jnp.int32))
-    if not isinstance(rows, jax.core.Tracer):
+    if not isinstance(rows, Tracer):
         listed = np.asarray(rows).tolist()
         if any(not 0 <= row < config.max_rows for row in listed):
             raise ConfigError(f"rows={listed}: each must be from 0 to {config.max_rows - 1}")

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from paged_jax import sequences, step
@@ -140,7 +141,7 @@ def generate(
 
 
 def _limits(max_new_tokens, batch: int) -> np.ndarray:
-    if isinstance(max_new_tokens, jax.core.Tracer):
+    if isinstance(max_new_tokens, Tracer):
         raise ConfigError("max_new_tokens: is traced; its greatest is a shape, so pass an int, a list or a numpy array")
     limits = np.asarray(max_new_tokens)
     if not np.issubdtype(limits.dtype, np.integer) or limits.shape not in ((), (batch,)):
@@ -158,7 +159,7 @@ def _per_prompt(name: str, value, batch: int, accepted: str, accepts) -> Array:
         raise InvalidRequestError(
             f"{name}: shape {array.shape}; one value, or one for each of {batch} prompts, is needed"
         )
-    if not isinstance(array, jax.core.Tracer) and not np.all(accepts(np.asarray(array))):
+    if not isinstance(array, Tracer) and not np.all(accepts(np.asarray(array))):
         raise InvalidRequestError(f"{name}={value!r:.80}: must be {accepted}")
     return jnp.broadcast_to(array, (batch,))
 

@@ -1,9 +1,10 @@
 """Whether a state is sound: a public checker, for tests and for hunting a fault. It runs on the host and copies the books."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
-from paged_jax.block_pool import BlockPool
 from paged_jax.block_table import BlockTables
 from paged_jax.cache_manager import PagedCache
 from paged_jax.sequences import EMPTY, FINISHED, RUNNING, WAITING, Sequences
@@ -34,7 +35,10 @@ def check_integrity(state: PagedCache | EngineState, *, block_size: int | None =
     return faults if seqs is None else faults + _check_rows(seqs, tables)
 
 
-def _check_pool(pool: BlockPool) -> list[str]:
+# Below, states hold numpy arrays.
+
+
+def _check_pool(pool: Any) -> list[str]:
     faults, size = [], pool.ring.shape[0]
     if not (0 <= pool.head < size and 0 <= pool.num_free <= pool.span <= size):
         return [f"queue: head {pool.head}, span {pool.span}, {pool.num_free} free do not fit a ring of {size}"]
@@ -74,7 +78,7 @@ def _check_tables(tables: BlockTables) -> list[str]:
     return faults
 
 
-def _check_counts(pool: BlockPool, tables: BlockTables) -> list[str]:
+def _check_counts(pool: Any, tables: BlockTables) -> list[str]:
     named = tables.blocks[tables.blocks != 0]
     if np.any((named < 0) | (named >= pool.num_blocks)):
         return [f"tables: name blocks outside 0 to {pool.num_blocks - 1}"]
@@ -96,7 +100,7 @@ def _check_sizes(tables: BlockTables, seqs: Sequences | None, block_size: int) -
     return faults
 
 
-def _check_rows(seqs: Sequences, tables: BlockTables) -> list[str]:
+def _check_rows(seqs: Any, tables: BlockTables) -> list[str]:
     faults = []
     running = seqs.running[: seqs.num_running].tolist()
     waiting = seqs.waiting[(seqs.waiting_head + np.arange(seqs.num_waiting)) % seqs.num_rows].tolist()

@@ -44,7 +44,7 @@ def check_prompt(prompt: object, vocab_size: int, max_model_len: int) -> list[in
     for position, token in enumerate(prompt):
         if isinstance(token, bool) or not isinstance(token, Integral):
             raise InvalidRequestError(f"prompt[{position}]={token!r}: an int is needed, got {type(token).__name__}")
-        if not 0 <= token < vocab_size:
+        if not 0 <= int(token) < vocab_size:
             raise InvalidRequestError(f"prompt[{position}]={token}: token ids go from 0 to {vocab_size - 1}")
     return [int(token) for token in prompt]
 

@@ -7,8 +7,10 @@
 Both are an online softmax. The loops read the pages as invariants: nothing here ever copies a page array.
 """
 
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -77,6 +79,8 @@ class Softmax(NamedTuple):
     acc: Float[Array, "*rows D"]
 
 
+# Jitted, so that the layers of a decoder share one trace.
+@partial(jax.jit, static_argnames=("scoring", "form"))
 def attend(q, k_pages, v_pages, kv_lens, block_tables, cu_q_lens, num_seqs, sinks, scoring: Scoring, form=None):
     """Attention as `ragged_paged_attention` defines it, of checked arguments: (out[T, H, D], lse f32[T, H]).
 

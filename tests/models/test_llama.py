@@ -21,8 +21,6 @@ CONFIG = LlamaConfig(
     max_model_len=64,
     eos_token_ids=(2, 7),
 )
-# Recorded tokens that do not follow from the logits recorded beside them, so they can be no reference.
-CONTRADICTORY = {"mistral"}
 VARIANTS = {
     "plain": {},
     "tied": {"tie_embeddings": True},
@@ -47,10 +45,9 @@ def test_logits_and_greedy_tokens_are_those_of_the_reference(name):
         np.testing.assert_allclose(logits_of(model, tokens), logits, atol=2e-4)
     chunked = logits_of(model, expected["input_ids"][0], chunks=[7, 1, 13, 13, 3, 3])
     np.testing.assert_allclose(chunked, expected["logits"][0], atol=2e-4)
-    consistent = expected["greedy"][0] == expected["logits"][0, -1].argmax()
-    assert consistent == (name not in CONTRADICTORY)
-    if consistent:
-        assert greedy(model, expected["input_ids"][0], 16)[0] == expected["greedy"].tolist()
+    # The tool that recorded the greedy tokens took id 0 for padding: it neither saw nor counted those.
+    prompt = expected["input_ids"][0]
+    assert greedy(model, prompt[prompt != 0], 16)[0] == expected["greedy"].tolist()
 
 
 def plain_forward(model, tokens):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
@@ -194,7 +195,7 @@ def touch(pool: BlockPool, blocks: Int[Array, "k"], times: Int[Array, ""]) -> Bl
     held = (blocks != 0) & (times > 0)
     # Each free block touched leaves a dead entry behind; at most N may gather before the ring could overflow.
     dead = pool.span - pool.num_free
-    pool = once(dead + blocks.shape[0] > pool.num_blocks, compact, pool)
+    pool = once(jnp.any(held) & (dead + blocks.shape[0] > pool.num_blocks), compact, pool)
     counts, ref_count = read_before_write(pool.ref_count, blocks)
     was_free = held & (counts == 0)
     return pool.replace(
@@ -218,18 +219,27 @@ def compact(pool: BlockPool) -> BlockPool:
 
 def free_queue(pool: BlockPool) -> list[int]:
     """The free blocks in the order in which they would be handed out. On the host; for inspection and tests."""
-    ids, live, _ = jax.device_get(_window(pool, pool.ring.shape[0]))
-    return ids[live].tolist()
+    pool = jax.device_get(pool)
+    positions = (pool.head + np.arange(pool.span)) % pool.ring.shape[0]
+    ids = pool.ring[positions]
+    return ids[pool.stamp[ids] == positions].tolist()
 
 
 # ---------------------------------------------------------------- on the host, with exceptions for flags
 
 
+_pop = jax.jit(pop, static_argnums=2)
+_release = jax.jit(release)
+
+
 def take_blocks(pool: BlockPool, count: int) -> tuple[BlockPool, list[int]]:
     """`count` blocks from the head of the queue. Raises OutOfBlocksError, naming the count, when fewer are free."""
-    pool, blocks, ok = pop(pool, jnp.int32(count), max(count, 1))
-    if not ok:
-        raise OutOfBlocksError(f"count={count}: {int(pool.num_free)} of {pool.num_blocks - 1} blocks are free")
+    if count < 0:
+        raise ConfigError(f"count={count}: must be at least 0")
+    free = int(pool.num_free)
+    if count > free:
+        raise OutOfBlocksError(f"count={count}: {free} of {pool.num_blocks - 1} blocks are free")
+    pool, blocks, _ = _pop(pool, np.int32(count), _round_up(count))
     return pool, blocks[:count].tolist()
 
 
@@ -237,11 +247,20 @@ def return_blocks(pool: BlockPool, blocks: Sequence[int], *, keep: bool = False)
     """Give back one reference of each of `blocks`, the first first; freed ones go to the tail where `keep`, else to the head.
 
     Those that go to the head stand there in the order given. Raises DoubleFreeError, and releases nothing, for a block
-    without a reference left.
+    without a reference left; ConfigError for one that is not of the pool, or the null block.
     """
+    blocks = list(blocks)
+    if any(not 1 <= block < pool.num_blocks for block in blocks):
+        raise ConfigError(f"blocks={blocks}: each must be from 1 to {pool.num_blocks - 1}")
     # `release` goes from the last column to the first.
-    ids = jnp.asarray(blocks, jnp.int32).reshape(1, -1)[:, ::-1]
-    after, ok = release(pool, ids, jnp.full(ids.shape, keep))
+    ids = np.zeros((1, _round_up(len(blocks))), np.int32)
+    ids[0, : len(blocks)] = blocks[::-1]
+    after, ok = _release(pool, ids, np.full(ids.shape, keep))
     if not ok or len(set(blocks)) < len(blocks):
-        raise DoubleFreeError(f"blocks={list(blocks)}: one has fewer references than are given back")
+        raise DoubleFreeError(f"blocks={blocks}: one has fewer references than are given back")
     return after
+
+
+def _round_up(count: int) -> int:
+    """A power of two, 8 at least, that holds `count`: few shapes to compile."""
+    return 1 << max(count - 1, 7).bit_length()

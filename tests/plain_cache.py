@@ -1,0 +1,123 @@
+"""The pool and the block tables in plain Python, one obvious step after another: what the arrays must agree with, id for id."""
+
+
+class PlainPool:
+    """Reference counts, and a list of the free blocks in the order in which they are handed out."""
+
+    def __init__(self, num_blocks):
+        self.queue = list(range(1, num_blocks))
+        self.ref_count = [0] * num_blocks
+
+    def pop(self, count):
+        """`count` blocks from the head; None, and nothing changed, where fewer are free."""
+        if count > len(self.queue):
+            return None
+        blocks, self.queue = self.queue[:count], self.queue[count:]
+        for block in blocks:
+            self.ref_count[block] = 1
+        return blocks
+
+    def touch(self, blocks, times=1):
+        """Add references; a free block leaves the queue from wherever it stands."""
+        for block in blocks:
+            if block != 0 and times > 0:
+                if self.ref_count[block] == 0:
+                    self.queue.remove(block)
+                self.ref_count[block] += times
+
+    def release(self, blocks, keep=None):
+        """Give back one row's references from its last block to its first: the head gets those not worth keeping."""
+        keep = [False] * len(blocks) if keep is None else keep
+        heads, tails = [], []
+        for block, worth in reversed(list(zip(blocks, keep, strict=True))):
+            if block == 0:
+                continue
+            self.ref_count[block] -= 1
+            assert self.ref_count[block] >= 0
+            if self.ref_count[block] == 0:
+                (tails if worth else heads).append(block)
+        self.queue = heads + self.queue + tails
+
+
+class PlainCache:
+    """A pool, and for each group and row a list of block ids."""
+
+    def __init__(self, num_blocks, num_rows, max_blocks, block_size, windows):
+        self.pool = PlainPool(num_blocks)
+        self.max_blocks, self.block_size, self.windows = max_blocks, block_size, windows
+        self.tables = [[[] for _ in range(num_rows)] for _ in windows]
+        self.num_tokens = [0] * num_rows
+
+    def blocks_for(self, num_tokens):
+        return -(-num_tokens // self.block_size)
+
+    def missing(self, row, num_tokens):
+        """Blocks that a row lacks in each group."""
+        return [max(self.blocks_for(num_tokens) - len(table[row]), 0) for table in self.tables]
+
+    def grow(self, row, need, num_tokens):
+        for table, count in zip(self.tables, need, strict=True):
+            table[row] += self.pool.pop(count)
+        self.num_tokens[row] = max(self.num_tokens[row], num_tokens)
+
+    def allocate(self, rows, new, reserved=0, must_fit=0):
+        """All rows or none."""
+        targets = [self.num_tokens[row] + count for row, count in zip(rows, new, strict=True)]
+        whole = sum(sum(self.missing(row, max(target, must_fit))) for row, target in zip(rows, targets, strict=True))
+        if whole > len(self.pool.queue) - reserved or max(targets) > self.max_blocks * self.block_size:
+            return False
+        for row, target in zip(rows, targets, strict=True):
+            self.grow(row, self.missing(row, target), target)
+        return True
+
+    def is_empty(self, row):
+        return self.num_tokens[row] == 0 and not any(table[row] for table in self.tables)
+
+    def fork(self, parent, children):
+        if parent in children or not all(self.is_empty(child) for child in children):
+            return False
+        for table in self.tables:
+            self.pool.touch(table[parent], len(children))
+            for child in children:
+                table[child] = list(table[parent])
+        for child in children:
+            self.num_tokens[child] = self.num_tokens[parent]
+        return True
+
+    def free(self, rows):
+        """One row after another; a row's groups count as one long table."""
+        for row in rows:
+            self.pool.release([block for table in self.tables for block in table[row]])
+            for table in self.tables:
+                table[row] = []
+            self.num_tokens[row] = 0
+
+    def first_live_block(self, computed, window):
+        return 0 if window is None else max(computed - window + 1, 0) // self.block_size
+
+    def release_below_window(self, row, before, after):
+        """Nulls for the blocks that fell below the window as `before` computed tokens became `after`."""
+        gone = []
+        for table, window in zip(self.tables, self.windows, strict=True):
+            low, high = (self.first_live_block(tokens, window) for tokens in (before, after))
+            gone += table[row][low:high]
+            table[row][low:high] = [0] * (high - low)
+        self.pool.release(gone)
+
+
+def books(cache):
+    """What a fetched `PagedCache` says, in the same words: queue, reference counts, tables, tokens."""
+    pool, tables = cache.pool, cache.tables
+    size = len(pool.ring)
+    ring = [int(pool.ring[(pool.head + k) % size]) for k in range(pool.span)]
+    queue = [block for k, block in enumerate(ring) if pool.stamp[block] == (pool.head + k) % size]
+    lists = [
+        [blocks[:count].tolist() for blocks, count in zip(*group, strict=True)]
+        for group in zip(tables.blocks, tables.num_blocks, strict=True)
+    ]
+    return queue, pool.ref_count.tolist()[1:], lists, tables.num_tokens.tolist()
+
+
+def plain_books(cache):
+    """The same of a `PlainCache`."""
+    return cache.pool.queue, cache.pool.ref_count[1:], cache.tables, cache.num_tokens

@@ -1,0 +1,320 @@
+"""Allocate, fork, free: blocks on demand, all rows or none, in an order that can be named block by block."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax import allocate_slots, cache_manager, check_integrity, fork, free, init_cache
+from paged_jax.block_pool import free_queue
+from paged_jax.block_table import first_live_block
+from paged_jax.config import CacheConfig
+from paged_jax.errors import ConfigError
+from plain_cache import PlainCache, books, plain_books
+
+# Few configs: each compiles anew.
+FULL = CacheConfig(num_blocks=11, max_rows=6, max_blocks_per_row=8, block_size=4)
+TINY = CacheConfig(num_blocks=5, max_rows=2, max_blocks_per_row=16, block_size=4)
+BOTH = CacheConfig(num_blocks=21, max_rows=5, max_blocks_per_row=8, block_size=4, windows=(None, 6))
+
+
+def table(cache, row, group=0):
+    return cache.tables.blocks[group, row, : int(cache.tables.num_blocks[group, row])].tolist()
+
+
+def equal(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def give(config, cache, rows, new, **options):
+    cache, ok = allocate_slots(config, cache, rows, new, **options)
+    assert ok and check_integrity(cache, block_size=config.block_size) == []
+    return cache
+
+
+# ---------------------------------------------------------------- allocate
+
+
+def test_a_block_is_given_only_when_the_last_is_full():
+    cache = give(FULL, init_cache(FULL), 0, 14)
+    assert table(cache, 0) == [1, 2, 3, 4]
+    cache = give(FULL, cache, 0, 2)  # 16
+    assert table(cache, 0) == [1, 2, 3, 4]
+    cache = give(FULL, cache, 0, 5)  # 21
+    assert table(cache, 0) == [1, 2, 3, 4, 5, 6]
+
+
+def test_one_token_at_a_time_takes_every_block_size_th_a_block():
+    cache, sizes = give(FULL, init_cache(FULL), 0, 4), []
+    for _ in range(9):
+        cache = give(FULL, cache, 0, 1)
+        sizes.append(table(cache, 0))
+    assert sizes == [[1, 2]] * 4 + [[1, 2, 3]] * 4 + [[1, 2, 3, 4]]
+
+
+def test_freed_blocks_come_back_last_block_first():
+    cache = give(TINY, init_cache(TINY), 0, 10)
+    assert table(cache, 0) == [1, 2, 3]
+    cache, ok = free(TINY, cache, 0)
+    assert ok and free_queue(cache.pool) == [3, 2, 1, 4]
+    cache = give(TINY, cache, 1, 16)
+    assert table(cache, 1) == [3, 2, 1, 4]
+    after, ok = allocate_slots(TINY, cache, 1, 4)
+    assert not ok and equal(cache, after)
+
+
+def test_several_rows_are_served_in_the_order_named():
+    cache = give(FULL, init_cache(FULL), [4, 0, 2], [9, 1, 5])
+    assert [table(cache, row) for row in (4, 0, 2)] == [[1, 2, 3], [4], [5, 6]]
+    cache = give(FULL, cache, [0, 2, 4], [5, 3, 4])
+    assert [table(cache, row) for row in (4, 0, 2)] == [[1, 2, 3, 8], [4, 7], [5, 6]]
+    assert cache.tables.num_tokens.tolist() == [6, 0, 8, 0, 13, 0]
+
+
+def test_one_count_serves_all_rows():
+    assert equal(give(FULL, init_cache(FULL), [1, 2, 3], 5), give(FULL, init_cache(FULL), [1, 2, 3], [5, 5, 5]))
+
+
+def test_rows_that_do_not_fit_together_change_nothing():
+    cache = give(FULL, init_cache(FULL), [0, 1, 2], [8, 8, 8])  # 6 of 10
+    after, ok = allocate_slots(FULL, cache, [0, 1, 3], [8, 8, 1])  # 2 + 2 + 1
+    assert not ok and equal(cache, after)
+    assert free_queue(give(FULL, cache, [0, 1, 3], [8, 4, 1]).pool) == []
+
+
+def test_a_row_longer_than_its_table_changes_nothing():
+    cache = give(FULL, init_cache(FULL), [0, 1], [32, 3])  # 8 blocks are the table's width
+    after, ok = allocate_slots(FULL, cache, [0, 1], [1, 1])
+    assert not ok and equal(cache, after)
+
+
+def test_reserved_blocks_stay_free():
+    cache = init_cache(FULL)
+    after, ok = allocate_slots(FULL, cache, 0, 8, reserved_blocks=9)
+    assert not ok and equal(cache, after)
+    assert table(give(FULL, cache, 0, 8, reserved_blocks=8), 0) == [1, 2]
+
+
+def test_tokens_that_must_fit_are_counted_but_not_allocated():
+    cache = init_cache(TINY)
+    after, ok = allocate_slots(TINY, cache, 0, 4, must_fit_tokens=64)
+    assert not ok and equal(cache, after)
+    assert table(give(TINY, cache, 0, 4), 0) == [1]
+    assert table(give(TINY, cache, 0, 4, must_fit_tokens=16), 0) == [1]
+    after, ok = allocate_slots(TINY, cache, [0, 1], 4, must_fit_tokens=jnp.asarray([9, 8]))  # 3 + 2
+    assert not ok and equal(cache, after)
+    give(TINY, cache, [0, 1], 4, must_fit_tokens=jnp.asarray([8, 8]))
+
+
+def test_groups_are_served_row_by_row_and_within_a_row_group_by_group():
+    cache = give(BOTH, init_cache(BOTH), [3, 1], [9, 5])
+    assert [table(cache, 3, g) for g in (0, 1)] == [[1, 2, 3], [4, 5, 6]]
+    assert [table(cache, 1, g) for g in (0, 1)] == [[7, 8], [9, 10]]
+    cache, ok = free(BOTH, cache, [3, 1])
+    assert ok and free_queue(cache.pool) == [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, *range(11, 21)]
+
+
+def test_both_groups_must_fit():
+    cache = give(BOTH, init_cache(BOTH), [0, 1], [32, 4])  # 16 + 2 of 20
+    after, ok = allocate_slots(BOTH, cache, [1, 2], [1, 1])
+    assert not ok and equal(cache, after)
+    give(BOTH, cache, 2, 4)
+
+
+# ---------------------------------------------------------------- fork and free
+
+
+def test_a_fork_shares_every_block_the_partly_filled_last_one_too():
+    cache = give(BOTH, init_cache(BOTH), 2, 7)
+    cache, ok = fork(BOTH, cache, 2, [0, 4])
+    assert ok and check_integrity(cache, block_size=4) == []
+    for row in (0, 2, 4):
+        assert [table(cache, row, g) for g in (0, 1)] == [[1, 2], [3, 4]]
+    assert cache.pool.ref_count[1:6].tolist() == [3, 3, 3, 3, 0]
+    assert cache.tables.num_tokens.tolist() == [7, 0, 7, 0, 7]
+    assert int(cache.pool.num_free) == 16
+
+
+@pytest.mark.parametrize("children", [[1], [3, 1], [0], [3, 0]])
+def test_a_fork_onto_a_row_in_use_or_onto_itself_changes_nothing(children):
+    cache = give(FULL, init_cache(FULL), [0, 1], [5, 1])
+    after, ok = fork(FULL, cache, 0, children)
+    assert not ok and equal(cache, after)
+
+
+def test_a_refused_fork_changes_nothing_where_the_table_is_wider_than_the_pool():
+    cache = give(TINY, init_cache(TINY), [0, 1], 4)
+    after, ok = fork(TINY, cache, 0, 1)
+    assert not ok and equal(cache, after)
+
+
+def test_a_fork_of_an_empty_row_is_empty():
+    cache, ok = fork(FULL, init_cache(FULL), 0, [1, 2])
+    assert ok and equal(cache, init_cache(FULL))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0]])
+def test_forked_rows_freed_in_one_call_are_freed_as_if_one_after_another(order):
+    cache = give(FULL, init_cache(FULL), 0, 8)
+    cache, _ = fork(FULL, cache, 0, [1, 2])
+    cache = give(FULL, cache, [1, 2], [3, 6])  # [1 2 3] and [1 2 4 5]
+    plain = PlainCache(11, 6, 8, 4, (None,))
+    assert plain.allocate([0], [8]) and plain.fork(0, [1, 2]) and plain.allocate([1, 2], [3, 6])
+    cache, ok = free(FULL, cache, order)
+    plain.free(order)
+    assert ok and books(jax.device_get(cache)) == plain_books(plain)
+    assert free_queue(cache.pool)[-5:] == [6, 7, 8, 9, 10]
+
+
+def test_more_rows_than_one_pass_releases_are_freed_in_order():
+    cache = give(FULL, init_cache(FULL), list(range(6)), [8, 1, 1, 5, 4, 8])
+    assert [table(cache, row) for row in range(6)] == [[1, 2], [3], [4], [5, 6], [7], [8, 9]]
+    cache, ok = free(FULL, cache, [5, 0, 4, 1, 3, 2])
+    assert ok and free_queue(cache.pool) == [4, 6, 5, 3, 7, 2, 1, 9, 8, 10]
+    assert not cache.tables.blocks.any() and not cache.tables.num_blocks.any() and not cache.tables.num_tokens.any()
+
+
+def test_freeing_an_empty_row_is_no_operation():
+    cache = give(FULL, init_cache(FULL), [0, 1], [5, 1])
+    after, ok = free(FULL, cache, [3])
+    assert ok and equal(cache, after)
+    assert equal(free(FULL, cache, [3, 1, 4])[0], free(FULL, cache, [1])[0])
+
+
+def test_a_block_freed_more_often_than_held_frees_nothing():
+    cache = give(FULL, init_cache(FULL), list(range(6)), [4] * 6)
+    ref_count = cache.pool.ref_count.at[table(cache, 5)[0]].set(0)  # the last row, released in the second pass
+    broken = cache.replace(pool=cache.pool.replace(ref_count=ref_count))
+    after, ok = free(FULL, broken, list(range(6)))
+    assert not ok and equal(broken, after)
+
+
+@pytest.mark.parametrize("rows", [[-1], [6], [0, 6], [2, 2], [1, 3, 1]])
+def test_rows_outside_the_table_or_named_twice_are_refused(rows):
+    cache = init_cache(FULL)
+    calls = (
+        partial(allocate_slots, FULL, cache, rows, 1),
+        partial(fork, FULL, cache, 4, rows),
+        partial(free, FULL, cache, rows),
+    )
+    for call in calls:
+        with pytest.raises(ConfigError) as error:
+            call()
+        assert f"rows={rows}" in str(error.value)
+
+
+def test_a_parent_outside_the_table_is_refused():
+    with pytest.raises(ConfigError, match=r"rows=\[6\]"):
+        fork(FULL, init_cache(FULL), 6, [1])
+
+
+@pytest.mark.parametrize(("new", "says"), [(0, r"\[0\]"), ([3, 0], r"\[3, 0\]"), ([1, -2], r"\[1, -2\]")])
+def test_a_row_must_ask_for_at_least_one_token(new, says):
+    with pytest.raises(ConfigError, match=f"num_new_tokens={says}: each row must ask for at least 1"):
+        allocate_slots(FULL, init_cache(FULL), [0, 1], new)
+
+
+def test_counts_of_another_number_than_the_rows_are_refused():
+    with pytest.raises(ConfigError, match=r"num_new_tokens: shape \(3,\) for 2 rows"):
+        allocate_slots(FULL, init_cache(FULL), [0, 1], [1, 2, 3])
+
+
+# ---------------------------------------------------------------- sliding windows
+
+
+def test_the_first_block_that_a_window_still_sees():
+    # Window 4, blocks of 2: the query at position n sees n - 3 to n.
+    live = {n: int(first_live_block(jnp.int32(n), 4, 2)) for n in (0, 3, 4, 5, 6, 7, 8, 11)}
+    assert live == {0: 0, 3: 0, 4: 0, 5: 1, 6: 1, 7: 2, 8: 2, 11: 4}
+    assert int(first_live_block(jnp.int32(1000), None, 2)) == 0
+
+
+def test_blocks_below_the_window_become_null_and_are_queued_last_first():
+    config = CacheConfig(num_blocks=12, max_rows=2, max_blocks_per_row=8, block_size=2, windows=(4,))
+    cache = give(config, init_cache(config), 1, 11)
+    release = jax.jit(partial(cache_manager.release_below_window, config, columns=4))
+
+    def slide(cache, before, after):
+        rows = np.asarray([1, 2])  # row 2 is padding
+        pool, tables = release(cache.pool, cache.tables, rows, np.asarray([before, 0]), np.asarray([after, 0]))
+        return cache.replace(pool=pool, tables=tables)
+
+    seen = []
+    for before, after in ((0, 4), (4, 5), (5, 6), (6, 7), (7, 11)):
+        cache = slide(cache, before, after)
+        assert check_integrity(cache, block_size=2) == []
+        seen.append((table(cache, 1), free_queue(cache.pool)))
+    rest = [7, 8, 9, 10, 11]
+    assert seen == [
+        ([1, 2, 3, 4, 5, 6], rest),
+        ([0, 2, 3, 4, 5, 6], [1, *rest]),
+        ([0, 2, 3, 4, 5, 6], [1, *rest]),
+        ([0, 0, 3, 4, 5, 6], [2, 1, *rest]),
+        ([0, 0, 0, 0, 5, 6], [4, 3, 2, 1, *rest]),
+    ]
+    cache, ok = free(config, cache, 1)
+    assert ok and free_queue(cache.pool) == [6, 5, 4, 3, 2, 1, *rest]
+
+
+def test_full_attention_keeps_what_a_window_beside_it_passes():
+    cache = give(BOTH, init_cache(BOTH), 0, 14)
+    rows, before, after = (np.asarray([n]) for n in (0, 0, 14))
+    pool, tables = cache_manager.release_below_window(BOTH, cache.pool, cache.tables, rows, before, after, 4)
+    cache = cache.replace(pool=pool, tables=tables)
+    assert [table(cache, 0, g) for g in (0, 1)] == [[1, 2, 3, 4], [0, 0, 7, 8]]
+    assert free_queue(pool)[:2] == [6, 5] and check_integrity(cache, block_size=4) == []
+
+
+@pytest.mark.parametrize(("num_tokens", "blocks"), [(1, 2), (4, 2), (12, 6), (13, 8), (20, 9), (32, 12)])
+def test_admission_asks_for_whole_full_groups_and_for_a_window_and_a_chunk(num_tokens, blocks):
+    # Window 6 and chunks of 7 span 12 tokens, which can touch 4 blocks of 4.
+    assert int(cache_manager.admission_blocks(BOTH, jnp.int32(num_tokens), 7)) == blocks
+
+
+# ---------------------------------------------------------------- inside a program of the user's own
+
+
+def test_all_work_on_traced_rows_in_a_loop():
+    @jax.jit
+    def program(cache, first, new):
+        cache, given = allocate_slots(FULL, cache, jnp.stack([first, first + 1]), new)
+
+        def body(k, carry):
+            cache, oks = carry
+            cache, ok = fork(FULL, cache, first, first + 2 + k)
+            cache, more = allocate_slots(FULL, cache, first + 2 + k, 4)
+            return cache, oks & ok & more
+
+        cache, oks = jax.lax.fori_loop(0, 2, body, (cache, given))
+        cache, freed = free(FULL, cache, jnp.stack([first + 1, first]))
+        return cache, oks & freed
+
+    plain = PlainCache(11, 6, 8, 4, (None,))
+    plain.allocate([1, 2], [6, 9])
+    for child in (3, 4):
+        plain.fork(1, [child])
+        plain.allocate([child], [4])
+    plain.free([2, 1])
+    cache, ok = program(init_cache(FULL), jnp.int32(1), jnp.asarray([6, 9]))
+    assert ok and books(jax.device_get(cache)) == plain_books(plain)
+    assert check_integrity(cache, block_size=4) == []
+
+
+def test_a_repeated_traced_row_is_freed_once_and_padding_not_at_all():
+    cache = give(FULL, init_cache(FULL), [0, 1, 2], [5, 9, 4])
+    program = jax.jit(partial(free, FULL))
+    after, ok = program(cache, jnp.asarray([1, 6, 1, 0, 99]))
+    assert ok and equal(after, free(FULL, cache, [1, 0])[0])
+
+
+def test_other_values_of_the_same_shapes_do_not_trace_again():
+    traces = cache_manager._allocate, cache_manager._fork, cache_manager._free
+    cache, sizes = init_cache(FULL), None
+    for k in range(4):
+        cache = give(FULL, cache, [k, k + 1], [1 + k, 2], reserved_blocks=k % 2, must_fit_tokens=k)
+        cache, _ = fork(FULL, cache, k, k + 2)
+        cache, _ = free(FULL, cache, [k, k + 1, k + 2])
+        sizes = sizes or [trace._cache_size() for trace in traces]
+    assert [trace._cache_size() for trace in traces] == sizes

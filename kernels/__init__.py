@@ -1,6 +1,6 @@
 """Attention and cache-write kernels: arrays in, arrays out."""
 
-from .paged_attention import ragged_paged_attention
+from .paged_attention import AttentionPlan, plan_attention, ragged_paged_attention
 from .write_kv import write_kv
 
-__all__ = ["ragged_paged_attention", "write_kv"]
+__all__ = ["AttentionPlan", "plan_attention", "ragged_paged_attention", "write_kv"]

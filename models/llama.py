@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from paged_jax.kernels import ragged_paged_attention, write_kv
+from paged_jax.kernels import AttentionPlan, plan_attention, ragged_paged_attention, write_kv
 from paged_jax.models.interface import Pages, TokenBatch
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.rope import rotate, rotation
@@ -58,10 +58,25 @@ class Llama(nnx.Module):
                 f"the model has {num_arrays} page arrays, got {len(k_pages)} for K and {len(v_pages)} for V"
             )
         ks, vs = list(k_pages), list(v_pages)
+        # Layers of a group attend by one plan.
+        plans = tuple(
+            plan_attention(
+                tokens.shape[0],
+                batch.kv_lens,
+                batch.block_tables[group],
+                batch.cu_q_lens,
+                batch.num_seqs,
+                num_blocks=ks[0].shape[0],
+                block_size=ks[0].shape[1],
+                window=window,
+            )
+            for group, (window, _) in enumerate(self.kv_groups)
+        )
         turn = rotation(batch.positions, self.config.rope, self.head_dim)
         x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
         for layer, (group, p) in zip(self.layers, self.config.kv_places, strict=True):
-            attended, ks[p], vs[p] = layer.attention(layer.attention_norm(x), turn, batch, group, ks[p], vs[p])
+            normed = layer.attention_norm(x)
+            attended, ks[p], vs[p] = layer.attention(normed, turn, batch, group, plans[group], ks[p], vs[p])
             x = x + attended
             x = x + layer.mlp(layer.mlp_norm(x))
         return self.norm(x), tuple(ks), tuple(vs)
@@ -119,6 +134,7 @@ class Attention(nnx.Module):
         turn: tuple[Float[Array, "T half"], Float[Array, "T half"]],
         batch: TokenBatch,
         group: int,
+        plan: AttentionPlan,
         k_pages: Float[Array, "N block_size KV D"],
         v_pages: Float[Array, "N block_size KV D"],
     ) -> tuple[Float[Array, "T d"], Float[Array, "N block_size KV D"], Float[Array, "N block_size KV D"]]:
@@ -143,6 +159,7 @@ class Attention(nnx.Module):
             batch.num_seqs,
             scale=q.shape[-1] ** -0.5,
             window=self.windows[group],
+            plan=plan,
         )
         out = _add(_dot(attended.reshape(x.shape[0], -1).astype(x.dtype), self.out[...]), self.out_bias)
         return out.astype(x.dtype), k_pages, v_pages

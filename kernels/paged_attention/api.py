@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from . import xla
+from .plan import AttentionPlan, plan_attention
 
 type Implementation = Literal["xla", "mosaic_gpu", "triton"]
 
@@ -30,6 +31,7 @@ def ragged_paged_attention(
     return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
     interpret: bool = ...,
+    plan: AttentionPlan | None = ...,
 ) -> Float[Array, "T H D"]: ...
 
 
@@ -50,6 +52,7 @@ def ragged_paged_attention(
     return_lse: Literal[True],
     implementation: Implementation | None = ...,
     interpret: bool = ...,
+    plan: AttentionPlan | None = ...,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T H"]]: ...
 
 
@@ -69,6 +72,7 @@ def ragged_paged_attention(
     return_lse=False,
     implementation=None,
     interpret=False,
+    plan=None,
 ):
     """Causal attention of T flattened query tokens over the paged K and V of the sequences they belong to.
 
@@ -95,6 +99,7 @@ def ragged_paged_attention(
         return_lse: also return the log of the denominator (sinks included) of each row and head, float32.
         implementation: "xla", or None for the best that runs on the platform it is compiled for.
         interpret: run a Pallas implementation in its interpreter; no meaning for "xla".
+        plan: `plan_attention` of the same tables, lengths and window, for layers that share them; made here where None.
 
     Returns:
         [T, H, D] in the dtype of q, and [T, H] float32 if `return_lse`. Sums are float32 for all input dtypes.
@@ -112,14 +117,22 @@ def ragged_paged_attention(
         out, lse = jnp.zeros_like(q), jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
     else:
         as_int = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
+        if plan is None:
+            plan = plan_attention(
+                num_tokens,
+                as_int(kv_lens),
+                as_int(block_tables),
+                as_int(cu_q_lens),
+                as_int(num_seqs).reshape(()),
+                num_blocks=k_pages.shape[0],
+                block_size=k_pages.shape[1],
+                window=window,
+            )
         out, lse = xla.attend(
             q,
             k_pages,
             v_pages,
-            as_int(kv_lens),
-            as_int(block_tables),
-            as_int(cu_q_lens),
-            as_int(num_seqs).reshape(()),
+            plan,
             sinks,
             xla.Scoring(head_dim**-0.5 if scale is None else scale, window, soft_cap),
         )

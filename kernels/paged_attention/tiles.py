@@ -7,6 +7,7 @@ decoder, so XLA computes it once a step.
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
 WIDE_TILE = 32
@@ -21,6 +22,7 @@ class QueryTiles(NamedTuple):
         num_rows: rows of each tile, 1 to C; 0 in a tile that is not real.
         position: position in its sequence of each tile's first row.
         num_tiles: how many tiles are real.
+        offsets: 0 to C - 1.
     """
 
     seq: Int[Array, "P"]
@@ -28,6 +30,12 @@ class QueryTiles(NamedTuple):
     num_rows: Int[Array, "P"]
     position: Int[Array, "P"]
     num_tiles: Int[Array, ""]
+    offsets: Int[Array, "C"]
+
+    @property
+    def size(self) -> int:
+        """C."""
+        return self.offsets.shape[0]
 
 
 class Rows(NamedTuple):
@@ -59,23 +67,25 @@ def cut_tiles(
     q_lens: Int[Array, "S"], cu_q_lens: Int[Array, "S+1"], kv_lens: Int[Array, "S"], size: int, bound: int
 ) -> QueryTiles:
     """Cut the sequences with `q_lens > 0` into tiles of `size` rows, at most `bound` of them, in row order."""
-    counts = (q_lens + (size - 1)) // size
+    counts = lax.div(q_lens + (size - 1), jnp.int32(size))
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     tile = jnp.arange(bound, dtype=jnp.int32)
     seq = jnp.minimum((tile[:, None] >= ends).sum(1, dtype=jnp.int32), q_lens.shape[0] - 1)
     first_row = (tile - (ends - counts)[seq]) * size  # counted from the sequence's first query token
     num_tiles = ends[-1]
     num_rows = jnp.where(tile < num_tiles, jnp.minimum(q_lens[seq] - first_row, size), 0)
-    return QueryTiles(seq, cu_q_lens[seq] + first_row, num_rows, (kv_lens - q_lens)[seq] + first_row, num_tiles)
+    return QueryTiles(
+        seq, cu_q_lens[seq] + first_row, num_rows, (kv_lens - q_lens)[seq] + first_row, num_tiles, jnp.arange(size)
+    )
 
 
 def locate_rows(num_tokens: int, q_lens: Int[Array, "S"], cu_q_lens: Int[Array, "S+1"], size: int) -> Rows:
     """Where each flattened token stands in the tiles that `cut_tiles` makes of the same lengths."""
-    counts = (q_lens + (size - 1)) // size
+    counts = lax.div(q_lens + (size - 1), jnp.int32(size))
     first_tile = jnp.cumsum(counts, dtype=jnp.int32) - counts
     starts = cu_q_lens[:-1]
     row = jnp.arange(num_tokens, dtype=jnp.int32)
     owner = (row[:, None] >= starts) & (row[:, None] < starts + q_lens)
     seq = jnp.argmax(owner, axis=1)
     within = row - starts[seq]
-    return Rows(first_tile[seq] + within // size, within % size, owner.any(1))
+    return Rows(first_tile[seq] + lax.div(within, jnp.int32(size)), lax.rem(within, jnp.int32(size)), owner.any(1))

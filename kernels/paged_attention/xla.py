@@ -1,6 +1,6 @@
 """Paged attention in plain JAX, in two forms that are chosen when the program is lowered.
 
-- On CPU, one tile at a time: each tile walks over its own context only, in chunks of blocks that stay in the cache.
+- On CPU, one tile at a time: each walks over its own context only, in chunks of blocks that stay in the cache.
 - Elsewhere, all tiles at once: on GPU every trip of a loop is a round of launches, and every loop whose length depends
   on data waits for the host, so there is one loop over context chunks as long as the longest tile's.
 
@@ -13,25 +13,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from .tiles import QueryTiles, cut_tiles, locate_rows, max_tiles, query_lengths, tile_size
+from .plan import AttentionPlan, Items
+from .tiles import QueryTiles, Rows
 
-# Tokens of context that a loop trip reads. Best of many runs, ms a layer, on two busy cores with AVX2 (9 query heads,
-# 3 KV heads, head_dim 64, block 16):
-#
-#   rows x context       chunk 32     64    128    256    512   all tiles at once
-#   16 x 256                  4.0    2.8    2.7    2.6    3.9     7.3
-#   64 x 256                 19.1   12.9    9.8    9.4   13.3      55
-#   64 x 512                 41.5   31.4   23.9   21.7   18.3      64
-#   63 x 40 and 1 x 512       3.5    2.7    3.3    5.0   11.3      48
-#
-# The two products with their gathers (16 to 21 GFLOP/s) are most of it. One loop over (row, chunk) items, several a
-# trip, did not pay for its merging of partial sums: 8 items of 64 tokens took 28 % less at 64 x 256, 4 % more at
-# 64 x 512 and 50 % more at 1 x 256; 4 items of 128 took 10 % less, 10 % less and 39 % more. A prompt of 512 in tiles of
-# 16, 32, 64, 128 rows: 8.0, 7.0, 6.2, 5.8; 32 because a short prompt would leave most of a larger tile empty.
-DECODE_CHUNK = 128
-WIDE_CHUNK = 128
 # Not measured: a GPU was not at hand. Long, because each trip costs a host sync.
 ALL_TILES_DECODE_CHUNK = 512
 ALL_TILES_WIDE_CHUNK = 128
@@ -47,30 +33,6 @@ class Scoring(NamedTuple):
     soft_cap: float | None = None
 
 
-class Pages(NamedTuple):
-    """The K and V pages and the table that finds a sequence's."""
-
-    k: Float[Array, "N B KV D"]
-    v: Float[Array, "N B KV D"]
-    tables: Int[Array, "S M"]
-
-    @property
-    def block_size(self) -> int:
-        """Token positions of a block."""
-        return self.k.shape[1]
-
-    def chunk(self, seq, first_block, num_blocks: int):
-        """K and V [..., L, KV, D] of `num_blocks` blocks of sequences `seq` from `first_block` on.
-
-        A table entry past the table, or an id past the pool, is read as the nearest one: the caller masks those.
-        """
-        column = jnp.minimum(first_block[..., None] + jnp.arange(num_blocks), self.tables.shape[1] - 1)
-        ids = jnp.clip(self.tables[seq[..., None], column], 0, self.k.shape[0] - 1)
-        tokens = num_blocks * self.block_size
-        read = lambda x: x.at[ids].get(mode="promise_in_bounds").reshape(*ids.shape[:-1], tokens, *x.shape[2:])  # noqa: E731
-        return read(self.k), read(self.v)
-
-
 class Softmax(NamedTuple):
     """A softmax-weighted sum of values in progress."""
 
@@ -79,169 +41,172 @@ class Softmax(NamedTuple):
     acc: Float[Array, "*rows D"]
 
 
-# Jitted, so that the layers of a decoder share one trace.
-@partial(jax.jit, static_argnames=("scoring", "form"))
-def attend(q, k_pages, v_pages, kv_lens, block_tables, cu_q_lens, num_seqs, sinks, scoring: Scoring, form=None):
+def attend(q, k_pages, v_pages, plan: AttentionPlan, sinks, scoring: Scoring, form=None):
     """Attention as `ragged_paged_attention` defines it, of checked arguments: (out[T, H, D], lse f32[T, H]).
 
     `form` None lets the platform choose; `one_tile_at_a_time` or `all_tiles_at_once` is taken wherever it runs.
     """
+    chunk_tokens = ALL_TILES_DECODE_CHUNK if plan.every.tiles.size == 1 else ALL_TILES_WIDE_CHUNK
+    return _attend(q, k_pages, v_pages, plan, sinks, scoring, form, chunk_tokens)
 
+
+# Jitted, so that the layers of a decoder share one trace.
+@partial(jax.jit, static_argnums=(5, 6, 7))
+def _attend(q, k_pages, v_pages, plan: AttentionPlan, sinks, scoring: Scoring, form, chunk_tokens: int):
     def bind(form):
-        return lambda q, *rest: form(q, *rest, scoring)
+        return lambda q, k_pages, v_pages, plan, sinks: _finish(
+            form(q, k_pages, v_pages, plan, scoring, chunk_tokens), sinks, plan.place.owned, q.dtype
+        )
 
-    args = (q, k_pages, v_pages, kv_lens, block_tables, cu_q_lens, num_seqs, sinks)
+    args = (q, k_pages, v_pages, plan, sinks)
     if form is not None:
         return bind(form)(*args)
     return lax.platform_dependent(*args, cpu=bind(one_tile_at_a_time), default=bind(all_tiles_at_once))
 
 
-def one_tile_at_a_time(q, k_pages, v_pages, kv_lens, block_tables, cu_q_lens, num_seqs, sinks, scoring):
-    """The CPU form: a loop over the real tiles, each over its own context. Padding costs nothing."""
-    num_tokens = q.shape[0]
-    pages = Pages(k_pages, v_pages, block_tables)
-    size = tile_size(num_tokens, kv_lens.shape[0])
-    q_lens = query_lengths(num_tokens, cu_q_lens, num_seqs)
+def one_tile_at_a_time(q, k_pages, v_pages, plan: AttentionPlan, scoring: Scoring, chunk_tokens: int) -> Softmax:
+    """The CPU form: one flat loop over the chunks of the tiles' contexts, tile after tile. Padding costs nothing.
 
-    # The last tile of a sequence writes zeros over the rows after its own, which later tiles then write, and past the
-    # last row of all; hence the order of the two loops and the padding.
-    padded = q if size == 1 else jnp.pad(q, ((0, size - 1), (0, 0), (0, 0)))
-    out = jnp.zeros_like(padded)
-    lse = jnp.full_like(padded[..., 0], -jnp.inf, dtype=_sum_dtype(q))
-
-    def walk(tiles: QueryTiles, size, attend_tile, out_and_lse):
-        def body(i, out_and_lse):
-            start = tiles.start[i]
-            rows = lax.dynamic_slice_in_dim(padded, start, size)
-            new = attend_tile(rows, pages, tiles.seq[i], tiles.position[i], tiles.num_rows[i], sinks, scoring)
-            return tuple(
-                lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), start, 0)
-                for whole, part in zip(out_and_lse, new, strict=True)
-            )
-
-        return lax.fori_loop(0, tiles.num_tiles, body, out_and_lse)
-
-    single = q_lens
-    if size > 1:  # a decoding sequence in a mixed batch must not pay for a whole tile
-        wide = jnp.where(q_lens > 1, q_lens, 0)
-        single = jnp.where(q_lens == 1, 1, 0)
-        tiles = cut_tiles(wide, cu_q_lens, kv_lens, size, max_tiles(num_tokens, kv_lens.shape[0], size))
-        out, lse = walk(tiles, size, _attend_wide_tile, (out, lse))
-    bound = num_tokens if size == 1 else kv_lens.shape[0]
-    out, lse = walk(cut_tiles(single, cu_q_lens, kv_lens, 1, bound), 1, _attend_row, (out, lse))
-    return out[:num_tokens], lse[:num_tokens]
+    A decoding sequence in a mixed batch must not pay for a whole tile: sequences with one query row have a loop of their own.
+    """
+    del chunk_tokens  # the plan has cut the contexts
+    rows = _walk_rows(q, k_pages, v_pages, plan, scoring)
+    size = plan.every.tiles.size
+    if size > 1:
+        tiles = _by_token(_walk_tiles(q, k_pages, v_pages, plan, scoring), plan.wide_place, size)
+        rows = jnp.where(plan.single_place.owned[:, None, None], rows, tiles)
+    return Softmax(rows[..., -1], rows[..., -2], rows[..., :-2])
 
 
-def _attend_row(q, pages: Pages, seq, position, num_rows, sinks, scoring: Scoring):
-    """One query row [1, H, D]. The heads' queries stand block-diagonally in [H, KV * D], so that one product with K as
-    [L, KV * D] scores all heads and K needs no transpose; that it multiplies (KV - 1) / KV zeros costs less."""
-    del num_rows
-    _, num_heads, head_dim = q.shape
-    kv_heads = pages.k.shape[2]
-    group = num_heads // kv_heads
-    own = jnp.arange(num_heads)[:, None] // group == jnp.arange(kv_heads)  # [H, KV]
-    scaled = q[0].astype(_sum_dtype(q)) * scoring.scale
-    spread = jnp.where(own[:, :, None], scaled[:, None], 0).reshape(num_heads, kv_heads * head_dim)
+def _walk(items: Items, queries: Float[Array, "P *rows X"], num_rows: tuple[int, ...], head_dim: int, step):
+    """The sums [P, *num_rows, D + 2] (values, total, maximum) of each tile's items; `step(sums, query, tile, item)` adds one.
 
-    def step(softmax, k, v, key_positions):
-        k, v = (x.reshape(-1, kv_heads * head_dim).astype(spread.dtype) for x in (k, v))
-        visible = _visible(position, key_positions, scoring)
-        scores = _dot("hx,lx->hl", spread, k)
-        v = jnp.where(visible[:, None], v, 0)
-        return _update(softmax, scores, visible, scoring, lambda p: _dot("hl,lx->hx", p, v))
+    One array and no scalars but the item's number: every kernel in here is compiled once a layer and launched once an item.
+    """
+    sums = jnp.full_like(queries, 0, shape=(queries.shape[0], *num_rows, head_dim + 2))
+    empty = jnp.where(jnp.arange(head_dim + 2) == head_dim + 1, LOWEST, 0).astype(sums.dtype)
 
-    softmax = _scan_context(pages, seq, position, position + 1, _empty(spread), DECODE_CHUNK, scoring, step)
-    acc = softmax.acc.reshape(num_heads, kv_heads, head_dim)
-    acc = jnp.where(own[:, :, None], acc, 0).sum(1)
-    out, lse = _finish(softmax._replace(acc=acc), sinks)
-    return out[None], lse[None]
+    def body(i, carry):
+        current, whole = carry
+        tile = items.tile[i]
+        current = step(jnp.where(items.starts[i], empty, current), queries[tile], tile, i)
+        return current, lax.dynamic_update_index_in_dim(whole, current, tile, 0)
+
+    return lax.fori_loop(0, items.num_items, body, (sums[0], sums))[1]
 
 
-def _attend_wide_tile(q, pages: Pages, seq, position, num_rows, sinks, scoring: Scoring):
-    """C query rows [C, H, D] of one sequence, of which the first `num_rows` count; the others give 0 and -inf."""
-    size, num_heads, head_dim = q.shape
-    kv_heads = pages.k.shape[2]
-    group = num_heads // kv_heads
-    scaled = (q.astype(_sum_dtype(q)) * scoring.scale).reshape(size, kv_heads, group, head_dim)
-    rows = scaled.transpose(1, 2, 0, 3).reshape(kv_heads, group * size, head_dim)
-    offsets = jnp.arange(size)
-
-    def step(softmax, k, v, key_positions):
-        k, v = k.astype(rows.dtype), v.astype(rows.dtype)
-        visible = _visible((position + offsets)[:, None], key_positions, scoring) & (offsets < num_rows)[:, None]
-        v = jnp.where((key_positions < position + num_rows)[:, None, None], v, 0)
-        scores = _dot("krd,lkd->krl", rows, k)
-        return _update(softmax, scores, jnp.tile(visible, (group, 1)), scoring, lambda p: _dot("krl,lkd->krd", p, v))
-
-    softmax = _scan_context(pages, seq, position, position + num_rows, _empty(rows), WIDE_CHUNK, scoring, step)
-    by_row = lambda x: jnp.moveaxis(x.reshape(kv_heads, group, size, *x.shape[2:]), 2, 0)  # noqa: E731
-    softmax = Softmax(*(by_row(x).reshape(size, num_heads, *x.shape[2:]) for x in softmax))
-    return _finish(softmax, sinks)
+def _add_chunk(sums, scores, visible, scoring: Scoring, weigh):
+    """Take in the scores [*rows, L] of a chunk; `weigh` sums its values by [*rows, L] weights."""
+    if scoring.soft_cap is not None:
+        scores = scoring.soft_cap * jnp.tanh(scores / scoring.soft_cap)
+    scores = jnp.where(visible, scores, LOWEST)
+    old = sums[..., -1:]
+    top = jnp.maximum(old, scores.max(-1, keepdims=True))
+    # A row that has seen no key gathers weights of 1: they count for nothing once it sees one, and `_finish` if it never does.
+    weights, decay = jnp.exp(scores - top), jnp.exp(old - top)
+    total = sums[..., -2:-1] * decay + weights.sum(-1, keepdims=True)
+    return jnp.concatenate([sums[..., :-2] * decay + weigh(weights), total, top], axis=-1)
 
 
-def _scan_context(pages: Pages, seq, first_query, end, softmax, chunk_tokens, scoring: Scoring, step):
-    """Run `step` over the chunks of one tile's context: from the block where its first row's window begins to `end`."""
-    num_blocks = max(1, min(chunk_tokens // pages.block_size, pages.tables.shape[1]))
-    tokens = num_blocks * pages.block_size
-    first_block = _first_key(first_query, scoring) // pages.block_size
-    end = jnp.minimum(end, pages.tables.shape[1] * pages.block_size)
-    trips = (end - first_block * pages.block_size + tokens - 1) // tokens
+def _walk_rows(q, k_pages, v_pages, plan: AttentionPlan, scoring: Scoring) -> Float[Array, "T H D+2"]:
+    """The sequences with one query row, by token.
 
-    def body(j, softmax):
-        block = first_block + j * num_blocks
-        k, v = pages.chunk(seq, block, num_blocks)
-        return step(softmax, k, v, block * pages.block_size + jnp.arange(tokens))
+    The heads' queries stand block-diagonally in [H, KV * D], so that one product with K as [L, KV * D] scores all heads and K
+    needs no transpose; that it multiplies (KV - 1) / KV zeros costs less.
+    """
+    num_heads, head_dim = q.shape[1:]
+    block_size, kv_heads = k_pages.shape[1:3]
+    own = jnp.arange(num_heads)[:, None] // (num_heads // kv_heads) == jnp.arange(kv_heads)
+    own, wide, (tiles, items) = own[:, :, None], _sum_dtype(q), plan.single
+    queries = q[jnp.clip(tiles.start, 0, q.shape[0] - 1)].astype(wide) * scoring.scale
+    queries = jnp.where(own, queries[:, :, None], 0).reshape(-1, num_heads, kv_heads * head_dim)
+    offsets = jnp.arange(items.blocks.shape[1] * block_size)
 
-    return lax.fori_loop(0, trips, body, softmax)
+    def step(sums, query, tile, i):
+        k, v = (_read(pages, items.blocks[i]).astype(wide) for pages in (k_pages, v_pages))
+        visible = _visible(tiles.position[tile], items.first_key[i] + offsets, scoring)
+        scores = _dot("hx,lx->hl", query, k.reshape(-1, kv_heads * head_dim))
+
+        values = jnp.where(visible[:, None], v.reshape(-1, kv_heads * head_dim), 0)
+
+        def weigh(weights):
+            summed = _dot("hl,lx->hx", weights, values).reshape(num_heads, kv_heads, head_dim)
+            return jnp.where(own, summed, 0).sum(1)
+
+        return _add_chunk(sums, scores, visible, scoring, weigh)
+
+    return _walk(items, queries, (num_heads,), head_dim, step)[plan.single_place.tile]
 
 
-def all_tiles_at_once(q, k_pages, v_pages, kv_lens, block_tables, cu_q_lens, num_seqs, sinks, scoring):
+def _walk_tiles(q, k_pages, v_pages, plan: AttentionPlan, scoring: Scoring) -> Float[Array, "P KV GC D+2"]:
+    """The sequences with more query rows, by tile."""
+    block_size, kv_heads, head_dim = k_pages.shape[1:]
+    tiles, items = plan.wide
+    queries = _cut_rows(q, tiles, kv_heads) * scoring.scale
+    group = q.shape[1] // kv_heads
+    offsets = jnp.arange(items.blocks.shape[1] * block_size)
+
+    def step(sums, query, tile, i):
+        k, v = (_read(pages, items.blocks[i]).astype(queries.dtype) for pages in (k_pages, v_pages))
+        k, v = (x.reshape(-1, kv_heads, head_dim) for x in (k, v))
+        keys, position = items.first_key[i] + offsets, tiles.position[tile]
+        visible = _visible((position + tiles.offsets)[:, None], keys, scoring)
+        values = jnp.where((keys < position + tiles.num_rows[tile])[:, None, None], v, 0)
+        scores = _dot("krd,lkd->krl", query, k)
+        visible = jnp.tile(visible, (group, 1))
+        return _add_chunk(sums, scores, visible, scoring, lambda p: _dot("krl,lkd->krd", p, values))
+
+    return _walk(items, queries, queries.shape[1:3], head_dim, step)
+
+
+def all_tiles_at_once(q, k_pages, v_pages, plan: AttentionPlan, scoring: Scoring, chunk_tokens: int) -> Softmax:
     """The form for GPUs: every op over all tiles, and one loop over the context, as long as the longest tile's."""
-    num_tokens, num_heads, head_dim = q.shape
-    kv_heads = k_pages.shape[2]
-    group = num_heads // kv_heads
-    pages = Pages(k_pages, v_pages, block_tables)
-    size = tile_size(num_tokens, kv_lens.shape[0])
-    q_lens = query_lengths(num_tokens, cu_q_lens, num_seqs)
-    tiles = cut_tiles(q_lens, cu_q_lens, kv_lens, size, max_tiles(num_tokens, kv_lens.shape[0], size))
-    place = locate_rows(num_tokens, q_lens, cu_q_lens, size)
-    num_tiles = tiles.seq.shape[0]
+    block_size, kv_heads = k_pages.shape[1:3]
+    tiles, first, end = plan.every.tiles, plan.every.first_block, plan.every.end_block
+    rows = _cut_rows(q, tiles, kv_heads)
+    group = q.shape[1] // kv_heads
+    positions = tiles.position[:, None] + jnp.arange(tiles.size)
+    counts = jnp.arange(tiles.size) < tiles.num_rows[:, None]
+    stop = tiles.position + tiles.num_rows
 
-    offsets = jnp.arange(size)
-    rows = q[jnp.clip(tiles.start[:, None] + offsets, 0, num_tokens - 1)]
-    rows = rows.reshape(num_tiles, size, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
-    rows = rows.reshape(num_tiles, kv_heads, group * size, head_dim)
-    positions = tiles.position[:, None] + offsets
-    counts = offsets < tiles.num_rows[:, None]
-    end = tiles.position + tiles.num_rows
-
-    num_blocks = (ALL_TILES_DECODE_CHUNK if size == 1 else ALL_TILES_WIDE_CHUNK) // pages.block_size
-    num_blocks = max(1, min(num_blocks, block_tables.shape[1]))
-    tokens = num_blocks * pages.block_size
-    first_block = _first_key(tiles.position, scoring) // pages.block_size
-    limit = jnp.minimum(end, block_tables.shape[1] * pages.block_size)
-    trips = jnp.where(tiles.num_rows > 0, (limit - first_block * pages.block_size + tokens - 1) // tokens, 0).max()
+    width = plan.tables.shape[1]
+    num_blocks = max(1, min(chunk_tokens // block_size, width))
+    trips = lax.div(end - first + (num_blocks - 1), jnp.int32(num_blocks)).max()
 
     def body(j, softmax):
-        block = first_block + j * num_blocks
-        k, v = pages.chunk(tiles.seq, block, num_blocks)
-        key_positions = block[:, None] * pages.block_size + jnp.arange(tokens)
-        visible = _visible(positions[:, :, None], key_positions[:, None], scoring) & counts[:, :, None]
-        v = jnp.where((key_positions < end[:, None])[:, :, None, None], v, 0)
-        scores = _dot("nkrd,nlkd->nkrl", rows, k) * scoring.scale
+        block = first + j * num_blocks
+        column = jnp.minimum(block[:, None] + jnp.arange(num_blocks), width - 1)
+        ids = plan.tables[tiles.seq[:, None], column]
+        tokens = num_blocks * block_size
+        k, v = (_read(pages, ids).reshape(-1, tokens, *pages.shape[2:]) for pages in (k_pages, v_pages))
+        keys = block[:, None] * block_size + jnp.arange(tokens)
+        visible = _visible(positions[:, :, None], keys[:, None], scoring) & counts[:, :, None]
+        v = jnp.where((keys < stop[:, None])[:, :, None, None], v, 0)
+        scores = _dot("nkrd,nlkd->nkrl", rows.astype(k.dtype), k) * scoring.scale
         visible = jnp.tile(visible, (1, group, 1))[:, None]
         return _update(softmax, scores, visible, scoring, lambda p: _dot("nkrl,nlkd->nkrd", p.astype(v.dtype), v))
 
-    softmax = lax.fori_loop(0, trips, body, _empty(rows))
-    by_token = lambda x: x.reshape(num_tiles, kv_heads, group, size, *x.shape[3:])[place.tile, :, :, place.offset]  # noqa: E731
-    softmax = Softmax(*(by_token(x).reshape(num_tokens, num_heads, *x.shape[3:]) for x in softmax))
-    out, lse = _finish(softmax, sinks)
-    owned = place.owned[:, None]
-    return jnp.where(owned[..., None], out, 0).astype(q.dtype), jnp.where(owned, lse, -jnp.inf)
+    sums = lax.fori_loop(0, trips, body, _empty(rows))
+    return Softmax(*(_by_token(x, plan.place, tiles.size) for x in sums))
 
 
-def _first_key(position, scoring: Scoring):
-    return jnp.zeros_like(position) if scoring.window is None else jnp.maximum(position - scoring.window + 1, 0)
+def _cut_rows(q, tiles: QueryTiles, kv_heads: int) -> Float[Array, "P KV GC D"]:
+    """The query rows of each tile, by KV head, then by head of its group, then by row."""
+    row = jnp.minimum(tiles.start[:, None] + jnp.arange(tiles.size), q.shape[0] - 1)
+    rows = q[jnp.maximum(row, 0)].astype(_sum_dtype(q))
+    rows = rows.reshape(*row.shape, kv_heads, q.shape[1] // kv_heads, q.shape[2]).transpose(0, 2, 3, 1, 4)
+    return rows.reshape(row.shape[0], kv_heads, -1, q.shape[2])
+
+
+def _by_token(x, place: Rows, size: int):
+    """What stands by tile, [P, KV, G * C, ...], as [T, H, ...]."""
+    x = x.reshape(*x.shape[:2], -1, size, *x.shape[3:])[place.tile, :, :, place.offset]
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _read(pages, ids):
+    # The plan's ids are inside the pool.
+    return pages.at[ids].get(mode="promise_in_bounds")
 
 
 def _visible(position, key_positions, scoring: Scoring) -> Bool[Array, "..."]:
@@ -275,10 +240,10 @@ def _update(softmax: Softmax, scores, visible, scoring: Scoring, weigh) -> Softm
     return Softmax(top, softmax.total * decay + weights.sum(-1), softmax.acc * decay[..., None] + weigh(weights))
 
 
-def _finish(softmax: Softmax, sinks: Float[Array, "H"] | None):
-    """(out[*rows, H, D], lse[*rows, H]) of [*rows, H] sums; 0 and -inf where no key was seen."""
+def _finish(softmax: Softmax, sinks: Float[Array, "H"] | None, owned, dtype):
+    """(out[T, H, D], lse[T, H]); 0 and -inf where no key was seen or no sequence owns the row."""
     top, total, acc = softmax
-    seen = total > 0
+    seen = (top > LOWEST) & owned[:, None]
     if sinks is not None:
         sinks = sinks.astype(top.dtype)
         raised = jnp.maximum(top, sinks)
@@ -286,4 +251,4 @@ def _finish(softmax: Softmax, sinks: Float[Array, "H"] | None):
         top, total, acc = raised, total * decay + jnp.exp(sinks - raised), acc * decay[..., None]
     total = jnp.where(seen, total, 1)
     out = jnp.where(seen[..., None], acc / total[..., None], 0)
-    return out, jnp.where(seen, top + jnp.log(total), -jnp.inf)
+    return out.astype(dtype), jnp.where(seen, top + jnp.log(total), -jnp.inf)

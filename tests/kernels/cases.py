@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.kernels.paged_attention import xla
+from paged_jax.kernels.paged_attention import plan, xla
 from paged_jax.kernels.paged_attention.reference import reference_attention
 
 FORMS = {"cpu": xla.one_tile_at_a_time, "gpu": xla.all_tiles_at_once}
@@ -83,8 +83,16 @@ def make_batch(heads: Heads, lens, *, num_tokens, num_seqs, table_width, seed=0,
     return Batch(q, k, v, *map(jnp.asarray, (kv_lens, tables, cu, np.int32(len(lens)))), sinks)
 
 
-SMALL_CHUNKS = dict(DECODE_CHUNK=32, WIDE_CHUNK=48, ALL_TILES_DECODE_CHUNK=32, ALL_TILES_WIDE_CHUNK=48)
+SMALL_CHUNKS = {plan: dict(ROW_CHUNK=32, TILE_CHUNK=48), xla: dict(ALL_TILES_DECODE_CHUNK=32, ALL_TILES_WIDE_CHUNK=48)}
 _compiled = {}
+
+
+def run(arrays, sinks, scoring, form):
+    """A form of the XLA path on the arguments of the public call."""
+    q, k_pages, v_pages, *index = arrays
+    sizes = dict(num_blocks=k_pages.shape[0], block_size=k_pages.shape[1], window=scoring.window)
+    made = plan.plan_attention(q.shape[0], *index, **sizes)
+    return xla.attend(q, k_pages, v_pages, made, sinks, scoring, form)
 
 
 def attend(form: str, heads: Heads, batch: Batch, *, small_chunks=True):
@@ -95,8 +103,10 @@ def attend(form: str, heads: Heads, batch: Batch, *, small_chunks=True):
     key = (form, str(heads), small_chunks, *(x.shape for x in batch.arrays))
     if key not in _compiled:
         scoring = xla.Scoring(**{"scale": heads.head_dim**-0.5} | heads.scoring)
-        f = jax.jit(lambda arrays, sinks: xla.attend(*arrays, sinks, scoring, FORMS[form]))
-        with mock.patch.multiple(xla, **SMALL_CHUNKS) if small_chunks else contextlib.nullcontext():
+        f = jax.jit(lambda arrays, sinks: run(arrays, sinks, scoring, FORMS[form]))
+        with contextlib.ExitStack() as stack:
+            for module, sizes in SMALL_CHUNKS.items() if small_chunks else ():
+                stack.enter_context(mock.patch.multiple(module, **sizes))
             # The GPU form is run here for its numbers, which need no optimised machine code: half the compile time.
             options = {"xla_backend_optimization_level": 0} if form == "gpu" else None
             _compiled[key] = f.lower(batch.arrays, batch.sinks).compile(options)

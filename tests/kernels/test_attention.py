@@ -163,7 +163,7 @@ def test_a_row_gives_the_same_numbers_whoever_its_neighbours_are(form):
 def test_it_runs_inside_shard_map_and_on_an_explicit_mesh(form, axis):
     batch = make_batch(WINDOWED, [(1, 40), (20, 30)], **MIXED)
     scoring = xla.Scoring(0.25, 20)
-    f = lambda *arrays: xla.attend(*arrays, None, scoring, cases.FORMS[form])  # noqa: E731
+    f = lambda *arrays: cases.run(arrays, None, scoring, cases.FORMS[form])  # noqa: E731
     if axis is None:
         mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
         with jax.set_mesh(mesh):
@@ -187,7 +187,7 @@ def test_no_layer_copies_a_page_array(form, num_tokens):
         new = []
         for k_pages, v_pages in pages:
             k_pages, v_pages = write_kv(k_pages, v_pages, k, v, slots)
-            q, _ = xla.attend(q, k_pages, v_pages, *index, None, xla.Scoring(1.0), cases.FORMS[form])
+            q, _ = cases.run((q, k_pages, v_pages, *index), None, xla.Scoring(1.0), cases.FORMS[form])
             new.append((k_pages, v_pages))
         return new, q
 

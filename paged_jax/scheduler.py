@@ -39,7 +39,9 @@ class Schedule(struct.PyTreeNode):
 def schedule(config: CacheConfig, budget: int, pool: BlockPool, tables: BlockTables, seqs: Sequences) -> Schedule:
     """Decide the step; afterwards the blocks that it needs are free and stand ready at the queue's head."""
     plan = Schedule(pool, tables, seqs, plan_running(budget, seqs), jnp.zeros_like(seqs.num_running))
-    return once(_is_eventful(config, budget, plan), lambda p: _events(config, budget, p), plan)
+    eventful = _is_eventful(config, budget, plan)
+    with jax.named_scope("events"):
+        return once(eventful, lambda p: _events(config, budget, p), plan)
 
 
 def plan_running(budget: int, seqs: Sequences) -> Int[Array, "S"]:

@@ -67,8 +67,9 @@ def step(model, config: EngineConfig, sizes: CacheConfig, state: EngineState) ->
     `model` is a decoder (`paged_jax.models.Decoder`) whose params may be traced.
     """
     cache = state.cache
-    plan = schedule(sizes, config.max_num_batched_tokens, cache.pool, cache.tables, state.seqs)
-    total = jnp.sum(plan.take)
+    with jax.named_scope("schedule"):
+        plan = schedule(sizes, config.max_num_batched_tokens, cache.pool, cache.tables, state.seqs)
+        total = jnp.sum(plan.take)
     state = EngineState(
         cache=PagedCache(plan.pool, plan.tables, cache.kv),
         seqs=plan.seqs,
@@ -78,7 +79,8 @@ def step(model, config: EngineConfig, sizes: CacheConfig, state: EngineState) ->
     assert config.widths is not None  # set when made
     for width in config.widths:
         fits = (total > least) & (total <= width)
-        state = once(fits, lambda s, width=width: _compute(model, sizes, s, plan.take, width), state)
+        with jax.named_scope(f"width_{width}"):
+            state = once(fits, lambda s, width=width: _compute(model, sizes, s, plan.take, width), state)
         least = jnp.full_like(total, width)
     return state, total > 0
 
@@ -86,13 +88,14 @@ def step(model, config: EngineConfig, sizes: CacheConfig, state: EngineState) ->
 def _compute(model, sizes: CacheConfig, state: EngineState, take: Int[Array, "S"], width: int) -> EngineState:
     cache, seqs = state.cache, state.seqs
     rows, _ = running_rows(seqs)
-    need = step_blocks(sizes, cache.tables, seqs, take)
     columns = max_step_columns(sizes, width)
-    active_rows = jnp.where(take > 0, rows, seqs.num_rows)[:width]
-    asked = (seqs.num_computed[rows] + take)[:width]
-    pool, tables = grow(cache.pool, cache.tables, active_rows, need[:, :width], asked, columns)
-    batch = build_batch(sizes, tables, seqs, take, width)
-
+    with jax.named_scope("grow"):
+        need = step_blocks(sizes, cache.tables, seqs, take)
+        active_rows = jnp.where(take > 0, rows, seqs.num_rows)[:width]
+        asked = (seqs.num_computed[rows] + take)[:width]
+        pool, tables = grow(cache.pool, cache.tables, active_rows, need[:, :width], asked, columns)
+    with jax.named_scope("batch"):
+        batch = build_batch(sizes, tables, seqs, take, width)
     with jax.named_scope("decoder"):
         hidden, k_pages, v_pages = model(batch.tokens, batch, cache.kv.k_pages, cache.kv.v_pages)
         logits = model.logits(hidden[batch.last_tokens])
@@ -100,8 +103,9 @@ def _compute(model, sizes: CacheConfig, state: EngineState, take: Int[Array, "S"
         rows_sampling = jax.tree.map(lambda x: x[batch.rows], seqs.sampling)
         tokens, logprobs = sampling.sample(logits, rows_sampling, seqs.num_tokens[batch.rows], batch.samples)
 
-    counters = _count(sizes, state.counters, pool, seqs, batch, jnp.sum(take))
-    pool, tables, seqs = _commit(sizes, pool, tables, seqs, batch, take[:width], tokens, logprobs, columns)
+    with jax.named_scope("commit"):
+        counters = _count(sizes, state.counters, pool, seqs, batch, jnp.sum(take))
+        pool, tables, seqs = _commit(sizes, pool, tables, seqs, batch, take[:width], tokens, logprobs, columns)
     kv = cache.kv.replace(k_pages=k_pages, v_pages=v_pages)
     return EngineState(PagedCache(pool, tables, kv), seqs, counters)
 
@@ -151,7 +155,8 @@ def run(
         return state, done + progress, progress
 
     start = (state, jnp.zeros_like(max_steps), jnp.ones_like(max_steps, bool))
-    state, done, _ = jax.lax.while_loop(is_busy, advance, start)
+    with jax.named_scope("steps"):
+        state, done, _ = jax.lax.while_loop(is_busy, advance, start)
     cache = state.cache
     pool, tables, seqs = release_finished(cache.pool, cache.tables, state.seqs)
     return state.replace(cache=cache.replace(pool=pool, tables=tables), seqs=seqs), done

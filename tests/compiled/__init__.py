@@ -1,0 +1,1 @@
+"""Reading a compiled program's text, and what the tests ask of it."""

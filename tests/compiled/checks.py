@@ -1,0 +1,121 @@
+"""What must not happen in a loop of the compiled step, and how many kernels it launches."""
+
+import collections
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from compiled.program import Computation, Instruction, Program, Shape
+
+# These pass a large array on, or touch only the part of it that is asked for. A scatter or an update that is not in place shows
+# as a copy of its operand, which XLA puts in front of it.
+_TOUCH_A_PART = {
+    *("parameter", "get-tuple-element", "tuple", "bitcast", "opt-barrier", "while", "call"),
+    *("gather", "dynamic-slice", "scatter", "dynamic-update-slice"),
+}
+_NO_KERNEL = {
+    *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "opt-barrier", "after-all", "add-dependency"),
+    *("partition-id", "replica-id", "copy-done", "async-done", "async-update"),
+}
+
+
+def whole_array_ops(
+    program: Program, computations: list[Computation], is_large: Callable[[Shape], bool]
+) -> list[tuple[Instruction, str]]:
+    """Ops that read or write the whole of a large array, each with a line that says which: copies, broadcasts, reduces, arithmetic.
+
+    So does a conditional that returns one: its branches may copy it (on GPU they do), whatever this program shows.
+    """
+    found = []
+    for computation in computations:
+        for i in computation.instructions:
+            if not any(map(is_large, (*i.shapes, *computation.operand_shapes(i)))):
+                continue
+            where = f"%{i.name} in %{computation.name} ({i.op_name or 'no op_name'})"
+            if i.opcode == "fusion":
+                inside = whole_array_ops(program, [program.computations[i.called["calls"][0]]], is_large)
+                found += [(i, f"{line}, fused in {where}") for _, line in inside]
+            elif i.opcode == "conditional":
+                if any(map(is_large, i.shapes)):
+                    found.append((i, f"conditional around {_largest(i.shapes)}: {where}"))
+            elif i.opcode not in _TOUCH_A_PART and not i.opcode.startswith("async"):
+                shapes = [s for s in (*i.shapes, *computation.operand_shapes(i)) if is_large(s)]
+                found.append((i, f"{i.opcode} of {_largest(shapes)}: {where}"))
+    return found
+
+
+def _largest(shapes) -> Shape:
+    return max(shapes, key=lambda s: s.size)
+
+
+def has_pool_dim(num_blocks: int) -> Callable[[Shape], bool]:
+    """Of the pool's own arrays and the pages, however they are reshaped. `num_blocks` must be a prime above all other sizes."""
+    return lambda shape: any(dim and dim % num_blocks == 0 for dim in shape.dims)
+
+
+def page_faults(program: Program, num_blocks: int, page_size: int) -> list[str]:
+    """Ops on a whole page array (of `page_size` elements or more) in any loop."""
+    pool_dim = has_pool_dim(num_blocks)
+    found = whole_array_ops(program, program.in_loops(), lambda s: pool_dim(s) and s.size >= page_size)
+    return [line for _, line in found]
+
+
+def steady_faults(program: Program, num_blocks: int) -> list[str]:
+    """Ops on a whole array with a pool dimension in any loop, but for the rare events."""
+    rare = {c.name for loop in program.loops("events") for part in loop.called.values() for c in program.reach(part[0])}
+    places = [c for c in program.in_loops() if c.name not in rare]
+    return [line for _, line in whole_array_ops(program, places, has_pool_dim(num_blocks))]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What one run of a computation launches, outside the scopes left out.
+
+    `counts` is by opcode and the innermost scopes; `open_loops` are its own loops of unknown length, which are not counted.
+    """
+
+    counts: collections.Counter
+    open_loops: tuple[Instruction, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def table(self) -> str:
+        """By what is under the step's named scopes."""
+        by_scope = collections.Counter()
+        for (_, scope), count in self.counts.items():
+            by_scope[scope] += count
+        return ", ".join(f"{scope} {count}" for scope, count in by_scope.most_common())
+
+
+def count_kernels(
+    program: Program, computation: Computation, *, without: tuple[str, ...] = (), scopes: tuple[str, ...] = ()
+) -> Kernels:
+    """Instructions that launch something: fusions, copies, custom calls and all others with work of their own.
+
+    A loop of known length counts its body as often; of a conditional the first branch counts (`lax.cond`: what is done when the
+    predicate is false). A loop of unknown length counts nothing: the caller decides. `without` names scopes to leave out;
+    `scopes` those to list by.
+    """
+    counts: collections.Counter = collections.Counter()
+    loops: list[Instruction] = []
+
+    def walk(computation: Computation, times: int, top: bool) -> None:
+        for i in computation.instructions:
+            if i.opcode in _NO_KERNEL or any(i.in_scope(scope) for scope in without):
+                continue
+            if i.opcode == "while":
+                if i.trips is not None:
+                    walk(program.body(i), times * i.trips, False)
+                else:
+                    loops.append(i)
+            elif i.opcode == "conditional":
+                branches = i.called.get("branch_computations") or i.called["false_computation"]
+                walk(program.computations[branches[0]], times, False)
+            elif i.opcode == "call":
+                walk(program.computations[i.called["to_apply"][0]], times, top)
+            else:
+                counts[i.opcode, next((s for s in scopes if i.in_scope(s)), "other")] += times
+
+    walk(computation, 1, True)
+    return Kernels(counts, tuple(loops))

@@ -1,0 +1,65 @@
+"""The programs that the tests compile and look into: `step.run` and `generate` of a small Llama, a prime number of blocks."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from paged_jax import generate, step
+from paged_jax.config import EngineConfig
+from paged_jax.models import Llama
+from paged_jax.models.llama_config import LlamaConfig
+
+NUM_BLOCKS = 131071  # prime, and above every other size
+RUNNING, BUDGET = 64, 512
+BLOCK_SIZE, KV_HEADS, HEAD_DIM = 16, 2, 8
+PAGE_SIZE = NUM_BLOCKS * BLOCK_SIZE * KV_HEADS * HEAD_DIM  # elements
+WINDOWS = {"full": (None, None), "full and window": (None, 40, None)}
+
+
+def make_model(windows: tuple[int | None, ...], dtype: str = "float32"):
+    """graphdef and params."""
+    config = LlamaConfig(
+        vocab_size=101,
+        hidden_size=48,
+        intermediate_size=64,
+        num_layers=len(windows),
+        num_heads=6,
+        num_kv_heads=KV_HEADS,
+        max_model_len=512,
+        head_dim=HEAD_DIM,
+        windows=windows,
+        dtype=dtype,
+    )
+    return nnx.split(Llama(config, rngs=nnx.Rngs(0)))
+
+
+def step_program(windows=(None, None), dtype: str = "float32", decoder=None):
+    """A function `(params, state, max_steps)` and its abstract arguments; the state is to be donated (argument 1)."""
+    graphdef, params = make_model(windows, dtype) if decoder is None else nnx.split(decoder)
+    config = EngineConfig(NUM_BLOCKS, max_model_len=320, max_num_seqs=RUNNING, max_num_batched_tokens=BUDGET)
+    sizes = step.cache_config(config, nnx.merge(graphdef, params))
+    state = jax.eval_shape(lambda: step.init_state(config, sizes))
+
+    def run(params, state, max_steps):
+        return step.run(nnx.merge(graphdef, params), config, sizes, state, max_steps)
+
+    return run, (params, state, jax.ShapeDtypeStruct((), jnp.int32))
+
+
+def generate_program(windows=(None, None), dtype: str = "float32"):
+    """A function `(params, prompts, prompt_lens, key)` and its abstract arguments."""
+    graphdef, params = make_model(windows, dtype)
+    call = partial(
+        generate,
+        graphdef,
+        max_new_tokens=24,
+        num_samples=2,
+        temperature=0.0,
+        num_blocks=NUM_BLOCKS,
+        max_num_seqs=RUNNING,
+        max_num_batched_tokens=BUDGET,
+    )
+    ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    return call, (params, ints((6, 13)), ints((6,)), jax.eval_shape(lambda: jax.random.key(0)))

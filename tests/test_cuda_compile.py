@@ -1,0 +1,58 @@
+"""The programs that a GPU would run, compiled for an H200 without one: no copy of a page, few kernels, few host syncs."""
+
+import jax
+import pytest
+
+from compiled import cuda, programs
+from compiled.checks import count_kernels, page_faults, steady_faults, whole_array_ops
+from compiled.program import read
+
+LACKING = cuda.missing_wheels()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(LACKING), reason=LACKING)]
+
+MOST_KERNELS = 70  # in a greedy decode step, outside the decoder
+MOST_LOOPS = 4  # of unknown length at the step's top level; each is a host sync
+SCOPES = ("schedule", "grow", "batch", "sample", "commit")
+
+
+@pytest.fixture(scope="module", params=[("step", "full"), ("step", "full and window"), ("generate", "full and window")])
+def compiled(request):
+    kind, windows = request.param
+    make, donated = {"step": (programs.step_program, (1,)), "generate": (programs.generate_program, ())}[kind]
+    program, args = make(programs.WINDOWS[windows], "bfloat16")
+    return f"{kind}, {windows}", cuda.compile_for_h200(program, *args, donate_argnums=donated)
+
+
+def test_no_loop_touches_a_whole_array(compiled, record_property):
+    name, executable = compiled
+    program, size = read(executable.as_text()), executable.memory_analysis().temp_size_in_bytes
+    record_property("measured", f"H200, {name}, jax {jax.__version__}: {size:,} bytes of temporaries")
+    assert page_faults(program, programs.NUM_BLOCKS, programs.PAGE_SIZE) == []
+    assert steady_faults(program, programs.NUM_BLOCKS) == []
+    if name.startswith("step"):
+        assert [
+            line for _, line in whole_array_ops(program, [program.entry], lambda s: s.size >= programs.PAGE_SIZE)
+        ] == []
+        assert size < programs.PAGE_SIZE
+
+
+def test_few_kernels_and_host_syncs_outside_the_decoder(compiled, record_property):
+    name, executable = compiled
+    program = read(executable.as_text())
+    (steps,) = program.loops("steps")
+    body = program.body(steps)
+    (decode,) = program.loops(f"width_{programs.RUNNING}", body)
+    (events,) = program.loops("events", body)
+    counts = [
+        count_kernels(program, part, without=("decoder", "events"), scopes=SCOPES)
+        for part in (program.computations[steps.called["condition"][0]], body, program.body(decode))
+    ]
+    total = sum(kernels.total for kernels in counts)
+    by_scope = ", ".join(
+        f"{part}: {k.table()}" for part, k in zip(("condition", "step", "decode"), counts, strict=True)
+    )
+    top = [i for i in body.instructions if i.opcode == "while" and i.trips is None and not i.in_scope("decoder")]
+    record_property("measured", f"H200, {name}: {total} kernels ({by_scope}), {len(top)} loops of unknown length")
+    assert events in top and decode in top
+    assert total <= MOST_KERNELS and len(top) <= MOST_LOOPS
+    assert counts[0].open_loops == counts[2].open_loops == ()

@@ -19,9 +19,17 @@ def ceil_div(a, b: int):
     return (a + b - 1) // b
 
 
-def exclusive_cumsum(x: Int[Array, "n"]) -> Int[Array, "n"]:
-    """Sum of the elements before each."""
-    return jnp.cumsum(x) - x
+def spread(counts: Int[Array, "n"], length: int) -> tuple[Array, Array, Array]:
+    """`counts[i]` entries for each i in turn, `length` in all: for each entry its i, its rank among those of i, and whether it
+    is one. Counts must not sum to more.
+
+    The search is unrolled: as a loop it would be a host sync on a GPU, and as a compare of all with all a CPU writes the
+    `n x length` table out.
+    """
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    index = jnp.arange(length, dtype=jnp.int32)
+    owner = jnp.minimum(jnp.searchsorted(ends, index, side="right", method="scan_unrolled"), counts.shape[0] - 1)
+    return owner, index - (ends - counts)[owner], index < ends[-1]
 
 
 def once(condition, body, carry):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from paged_jax.arrays import spread
 from paged_jax.block_table import BlockTables, find_slots
 from paged_jax.config import CacheConfig
 from paged_jax.sequences import Sequences, running_rows
@@ -42,10 +43,8 @@ def build_batch(config: CacheConfig, tables: BlockTables, seqs: Sequences, take:
     take = take[:width]
     computed = jnp.where(active, seqs.num_computed[rows], 0)
     cu_q_lens = jnp.concatenate([jnp.zeros_like(take[:1]), jnp.cumsum(take)])
-    index = jnp.arange(width, dtype=jnp.int32)
-    owners = jnp.minimum(jnp.sum(cu_q_lens[1:, None] <= index, axis=0, dtype=jnp.int32), take.shape[0] - 1)
-    valid = index < cu_q_lens[-1]
-    positions = jnp.where(valid, computed[owners] + index - cu_q_lens[owners], 0)
+    owners, rank, valid = spread(take, width)
+    positions = jnp.where(valid, computed[owners] + rank, 0)
     blocks = tables.blocks[:, rows]
     return Batch(
         tokens=jnp.where(valid, seqs.tokens[rows[owners], positions], 0),

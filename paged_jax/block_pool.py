@@ -153,40 +153,44 @@ def release(
     """Give back one reference of each block named; null entries are passed over.
 
     Rows are released one after another, each from its last column to its first. A block whose last reference this is goes
-    to the tail of the queue where `keep`, else to its head. A block may stand in several rows, but then in one column: forks
-    share a block at the same place of their tables. Not ok, and nothing changed, when a block has fewer references.
+    to the tail of the queue where `keep`, else to its head. Not ok, and nothing changed, when a block has fewer references.
     """
+    blocks, keep = jnp.flip(blocks, 1), jnp.flip(keep, 1)
     held = blocks != 0
-    same = (blocks[:, None] == blocks[None]) & held[None]  # [row, other row, column]
-    later = jnp.any(same & jnp.triu(jnp.ones(same.shape[:2], bool), 1)[..., None], axis=1)
-    counts, ref_count = read_before_write(pool.ref_count, blocks)
-    counts = counts - jnp.sum(same, axis=1, dtype=jnp.int32)
+    ref_count = pool.ref_count.at[jnp.where(held, blocks, pool.num_blocks)].add(-1, mode="drop")
+    counts, ref_count = read_before_write(ref_count, blocks)
     ok = jnp.all(~held | (counts >= 0))
+    ref_count = ref_count.at[jnp.where(held & ~ok, blocks, pool.num_blocks)].add(1, mode="drop")
+
+    # A block named twice is queued where it is named last. Its stamp, -1 so far, finds that out without comparing all with all.
     held = held & ok
-    ref_count = ref_count.at[jnp.where(held, blocks, pool.num_blocks)].add(-1, mode="drop")
-    pool = _push(pool.replace(ref_count=ref_count), blocks, held & ~later & (counts == 0), keep)
-    return pool, ok
+    order = jnp.arange(blocks.size, dtype=jnp.int32).reshape(blocks.shape)
+    stamp = pool.stamp.at[jnp.where(held, blocks, pool.num_blocks)].max(order, mode="drop")
+    last, stamp = read_before_write(stamp, blocks)
+    is_last = held & (last == order)
+    freed = is_last & (counts == 0)
 
-
-def _push(pool: BlockPool, blocks: Array, freed: Array, keep: Array) -> BlockPool:
-    """Queue the `freed` blocks: heads later row first, tails earlier row first, each row from its last column."""
+    # At the head later rows stand first, at the tail earlier rows; each row from its last column on.
     ring_size = pool.ring.shape[0]
-    to_head = jnp.flip(freed & ~keep).ravel()
-    to_tail = jnp.flip(freed & keep, 1).ravel()
-    num_head, num_tail = (jnp.sum(x, dtype=jnp.int32) for x in (to_head, to_tail))
-    head = pool.head - num_head
-    at_head = head + jnp.cumsum(to_head, dtype=jnp.int32) - 1
-    at_tail = pool.head + pool.span + jnp.cumsum(to_tail, dtype=jnp.int32) - 1
-    ids = jnp.concatenate([jnp.flip(blocks).ravel(), jnp.flip(blocks, 1).ravel()])
-    queued = jnp.concatenate([to_head, to_tail])
-    positions = jnp.concatenate([at_head, at_tail]) % ring_size
-    return pool.replace(
-        ring=pool.ring.at[jnp.where(queued, positions, ring_size)].set(ids, mode="drop"),
-        stamp=pool.stamp.at[jnp.where(queued, ids, pool.num_blocks)].set(positions, mode="drop"),
-        head=head % ring_size,
+    at_head = jnp.flip(_running_count(jnp.flip(freed & ~keep, 0)), 0)
+    at_tail = _running_count(freed & keep)
+    num_head, num_tail = at_head[0, -1], at_tail[-1, -1]
+    positions = jnp.where(keep, pool.head + pool.span + at_tail, pool.head - num_head + at_head) - 1
+    positions = positions % ring_size
+    pool = pool.replace(
+        ref_count=ref_count,
+        ring=pool.ring.at[jnp.where(freed, positions, ring_size)].set(blocks, mode="drop"),
+        stamp=stamp.at[jnp.where(is_last, blocks, pool.num_blocks)].set(jnp.where(freed, positions, -1), mode="drop"),
+        head=(pool.head - num_head) % ring_size,
         span=pool.span + num_head + num_tail,
         num_free=pool.num_free + num_head + num_tail,
     )
+    return pool, ok
+
+
+def _running_count(chosen: Bool[Array, "rows columns"]) -> Int[Array, "rows columns"]:
+    """How many are chosen up to each, row by row."""
+    return jnp.cumsum(chosen.ravel(), dtype=jnp.int32).reshape(chosen.shape)
 
 
 def touch(pool: BlockPool, blocks: Int[Array, "k"], times: Int[Array, ""]) -> BlockPool:

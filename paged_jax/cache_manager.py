@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from paged_jax import block_pool
-from paged_jax.arrays import ceil_div, exclusive_cumsum, read_before_write
+from paged_jax.arrays import ceil_div, read_before_write, spread
 from paged_jax.block_pool import BlockPool
 from paged_jax.block_table import BlockTables, first_live_block, init_tables, missing_blocks
 from paged_jax.config import CacheConfig
@@ -113,9 +113,9 @@ def _allocate(config: CacheConfig, cache: PagedCache, rows, new, reserved_blocks
     whole = missing_blocks(tables, rows, jnp.maximum(target, must_fit), config.block_size)
     ok = (jnp.sum(whole) <= cache.pool.num_free - reserved_blocks) & jnp.all(target <= width * config.block_size)
     need = jnp.where(ok, need, 0)
-    total, window = jnp.sum(need), min(need.size * width, config.num_blocks)
-    pool = block_pool.make_ready(cache.pool, total, window)
-    pool, tables = grow(pool, tables, rows, need, jnp.where(ok, target, tables.num_tokens[rows]), width)
+    most = min(need.size * width, config.num_blocks)
+    pool = block_pool.make_ready(cache.pool, jnp.sum(need), most)
+    pool, tables = grow(pool, tables, rows, need, jnp.where(ok, target, tables.num_tokens[rows]), most)
     return cache.replace(pool=pool, tables=tables), ok
 
 
@@ -154,26 +154,24 @@ def grow(
     rows: Int[Array, "k"],
     need: Int[Array, "G k"],
     num_tokens: Int[Array, "k"],
-    columns: int,
+    most: int,
 ) -> tuple[BlockPool, BlockTables]:
     """Append `need` blocks to each row's tables, row by row and within a row group by group.
 
-    The caller has made sure that the blocks are free and stand ready at the queue's head. A row needs `columns` at most in a
-    group; a row out of range is padding and needs none. `num_tokens` becomes what the rows have slots for.
+    The caller has made sure that the blocks, `most` at most in all, are free and stand ready at the queue's head. A row out
+    of range is padding and needs none. `num_tokens` becomes what the rows have slots for.
     """
-    groups, k = need.shape
-    flat = need.T.ravel()  # row by row, group by group
-    pool, ids, _ = block_pool.pop_ready(pool, jnp.sum(flat), min(groups * k * columns, pool.num_blocks))
-    first = exclusive_cumsum(flat).reshape(k, groups).T
-    column = jnp.arange(columns, dtype=jnp.int32)
-    source = jnp.minimum(first[..., None] + column, ids.shape[0] - 1)
-    given = column < need[..., None]
-    have, num_blocks = read_before_write(tables.num_blocks, (slice(None), rows))
-    target = jnp.where(given, have[..., None] + column, tables.blocks.shape[2])
-    group = jnp.arange(groups, dtype=jnp.int32)[:, None]
+    groups = need.shape[0]
+    pool, ids, _ = block_pool.pop_ready(pool, jnp.sum(need), most)
+    owner, rank, given = spread(need.T.ravel(), most)
+    place, group = owner // groups, owner % groups
+    row = rows[place]
+    have, num_blocks = read_before_write(tables.num_blocks, (group, row))
+    target = jnp.where(given, have + rank, tables.blocks.shape[2])
+    each = jnp.arange(groups, dtype=jnp.int32)[:, None]
     return pool, BlockTables(
-        blocks=tables.blocks.at[group[..., None], rows[None, :, None], target].set(ids[source], mode="drop"),
-        num_blocks=num_blocks.at[group, rows[None]].add(need, mode="drop"),
+        blocks=tables.blocks.at[group, row, target].set(ids, mode="drop"),
+        num_blocks=num_blocks.at[each, rows[None]].add(need, mode="drop"),
         num_tokens=tables.num_tokens.at[rows].max(num_tokens, mode="drop"),
     )
 
@@ -188,7 +186,7 @@ def release_rows(
         offsets = done + jnp.arange(RELEASE_ROWS, dtype=jnp.int32)
         some = jnp.where(offsets < count, rows[jnp.minimum(offsets, rows.shape[0] - 1)], tables.num_rows)
         held = jnp.where(some < tables.num_rows, tables.num_blocks[:, some], 0)
-        pool, tables, released = release_columns(pool, tables, some, jnp.zeros_like(held), held, tables.blocks.shape[2])
+        pool, tables, released = release_columns(pool, tables, some, held)
         tables = tables.replace(
             num_blocks=tables.num_blocks.at[:, some].set(0, mode="drop"),
             num_tokens=tables.num_tokens.at[some].set(0, mode="drop"),
@@ -201,25 +199,18 @@ def release_rows(
 
 
 def release_columns(
-    pool: BlockPool,
-    tables: BlockTables,
-    rows: Int[Array, "k"],
-    low: Int[Array, "G k"],
-    high: Int[Array, "G k"],
-    columns: int,
+    pool: BlockPool, tables: BlockTables, rows: Int[Array, "k"], num_blocks: Int[Array, "G k"]
 ) -> tuple[BlockPool, BlockTables, Bool[Array, ""]]:
-    """Release the blocks in table columns `low` to `high` (at most `columns` of them) of each row and leave nulls there."""
-    groups, k = low.shape
-    column = low[..., None] + jnp.arange(columns, dtype=jnp.int32)
-    inside = column < high[..., None]
-    group = jnp.arange(groups, dtype=jnp.int32)[:, None, None]
-    index = (group, rows[None, :, None], jnp.minimum(column, tables.blocks.shape[2] - 1))
-    blocks, table = read_before_write(tables.blocks, index)
-    blocks = jnp.where(inside, blocks, 0)
-    by_row = jnp.moveaxis(blocks, 1, 0).reshape(k, groups * columns)
+    """Release the first `num_blocks` entries of each row's tables, from the last group's last entry on, and leave nulls there."""
+    groups, k = num_blocks.shape
+    column = jnp.arange(tables.blocks.shape[2], dtype=jnp.int32)
+    blocks, table = read_before_write(tables.blocks, (slice(None), rows))
+    inside = column < num_blocks[..., None]
+    by_row = jnp.moveaxis(jnp.where(inside, blocks, 0), 1, 0).reshape(k, -1)
     pool, ok = block_pool.release(pool, by_row, jnp.zeros_like(by_row, bool))
-    target = jnp.where(inside & ok, column, tables.blocks.shape[2])
-    return pool, tables.replace(blocks=table.at[group, rows[None, :, None], target].set(0, mode="drop")), ok
+    each = jnp.arange(groups, dtype=jnp.int32)[:, None, None]
+    target = jnp.where(inside & ok, column, column.shape[0])
+    return pool, tables.replace(blocks=table.at[each, rows[None, :, None], target].set(0, mode="drop")), ok
 
 
 def release_below_window(
@@ -229,17 +220,32 @@ def release_below_window(
     rows: Int[Array, "k"],
     before: Int[Array, "k"],
     after: Int[Array, "k"],
-    columns: int,
+    max_tokens: int,
 ) -> tuple[BlockPool, BlockTables]:
     """Release, in the sliding-window groups, the whole blocks that fell below the window as `before` computed tokens became
-    `after`."""
-    if all(window is None for window in config.windows):
+    `after`, which are `max_tokens` more at most in all rows together."""
+    sliding = [(g, window) for g, window in enumerate(config.windows) if window is not None]
+    if not sliding:
         return pool, tables
     low, high = (
-        jnp.stack([first_live_block(tokens, window, config.block_size) for window in config.windows])
+        jnp.stack([first_live_block(tokens, window, config.block_size) for _, window in sliding], axis=1)
         for tokens in (before, after)
     )
-    return release_columns(pool, tables, rows, low, high, columns)[:2]
+    most = len(sliding) * blocks_begun(max_tokens, rows.shape[0], config.block_size)
+    owner, rank, given = spread((high - low).ravel(), most)
+    group = jnp.asarray([g for g, _ in sliding], jnp.int32)[owner % len(sliding)]
+    row, column = rows[owner // len(sliding)], low.ravel()[owner] + rank
+    at = (group, row, jnp.where(given, column, tables.blocks.shape[2]))
+    blocks, table = read_before_write(tables.blocks, at)
+    # Block by block in table order: what is released later stands in front of it, as when whole rows are.
+    blocks = jnp.where(given, blocks, 0)[:, None]
+    pool, _ = block_pool.release(pool, blocks, jnp.zeros_like(blocks, bool))
+    return pool, tables.replace(blocks=table.at[at].set(0, mode="drop"))
+
+
+def blocks_begun(num_tokens: int, num_rows: int, block_size: int) -> int:
+    """Most blocks that `num_tokens` tokens in a row begin or complete, when they are divided among `num_rows` rows."""
+    return min(num_tokens, num_tokens // block_size + num_rows)
 
 
 def admission_blocks(config: CacheConfig, num_tokens: Int[Array, ""], max_chunk: int) -> Int[Array, ""]:

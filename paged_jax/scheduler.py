@@ -21,7 +21,7 @@ from paged_jax import block_pool
 from paged_jax.arrays import ceil_div, once
 from paged_jax.block_pool import BlockPool
 from paged_jax.block_table import BlockTables, missing_blocks
-from paged_jax.cache_manager import admission_blocks, grow, release_rows
+from paged_jax.cache_manager import admission_blocks, blocks_begun, grow, release_rows
 from paged_jax.config import CacheConfig
 from paged_jax.sequences import FINISHED, RUNNING, WAITING, Sequences, running_rows
 
@@ -59,19 +59,14 @@ def step_blocks(config: CacheConfig, tables: BlockTables, seqs: Sequences, take:
     return jnp.where(take > 0, missing, 0)
 
 
-def max_step_columns(config: CacheConfig, width: int) -> int:
-    """Blocks that one row can need in one group in a step of `width` tokens.
+def max_step_blocks(config: CacheConfig, width: int, max_running: int) -> int:
+    """Blocks that all running rows can need in a step of `width` tokens together.
 
     A full-attention group gets a prompt's blocks at admission and then one at a time; a sliding-window group gets them by chunk.
     """
-    if all(window is None for window in config.windows):
-        return 1
-    return min(ceil_div(width, config.block_size) + 1, config.max_blocks_per_row)
-
-
-def max_step_blocks(config: CacheConfig, budget: int, max_running: int) -> int:
-    """Blocks that all running rows can need in a step together."""
-    return min(config.num_groups * max_running * max_step_columns(config, budget), config.num_blocks)
+    rows = min(width, max_running)
+    chunks = blocks_begun(width, rows, config.block_size)
+    return min(sum(rows if window is None else chunks for window in config.windows), config.num_blocks)
 
 
 def _finished(seqs: Sequences) -> Bool[Array, "S"]:
@@ -160,14 +155,15 @@ def _can_admit(config: CacheConfig, budget: int, plan: Schedule, reserved: Array
 
 def _admit_first(config: CacheConfig, budget: int, plan: Schedule, taken: Array) -> tuple[Schedule, Array]:
     """Start the head of the waiting order: all its blocks in full-attention groups, its first chunk's in the others."""
-    seqs, columns = plan.seqs, config.max_blocks_per_row
+    seqs = plan.seqs
     row = seqs.waiting[seqs.waiting_head]
     total = seqs.num_tokens[row]
     chunk = jnp.minimum(total, budget - taken)
     targets = [total if window is None else chunk for window in config.windows]
     need = jnp.stack([ceil_div(target, config.block_size) for target in targets])[:, None]
-    pool = block_pool.make_ready(plan.pool, jnp.sum(need), min(config.num_groups * columns, config.num_blocks))
-    pool, tables = grow(pool, plan.tables, row[None], need, total[None], columns)
+    most = min(config.num_groups * config.max_blocks_per_row, config.num_blocks)
+    pool = block_pool.make_ready(plan.pool, jnp.sum(need), most)
+    pool, tables = grow(pool, plan.tables, row[None], need, total[None], most)
     seqs = seqs.replace(
         running=seqs.running.at[seqs.num_running].set(row),
         num_running=seqs.num_running + 1,

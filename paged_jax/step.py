@@ -16,7 +16,7 @@ from paged_jax.batch import Batch, build_batch
 from paged_jax.block_table import first_live_block
 from paged_jax.cache_manager import PagedCache, grow, init_cache, release_below_window
 from paged_jax.config import CacheConfig, EngineConfig
-from paged_jax.scheduler import max_step_columns, release_finished, schedule, step_blocks
+from paged_jax.scheduler import max_step_blocks, release_finished, schedule, step_blocks
 from paged_jax.sequences import FINISHED, Sequences, append, init_sequences, running_rows
 
 
@@ -88,12 +88,12 @@ def step(model, config: EngineConfig, sizes: CacheConfig, state: EngineState) ->
 def _compute(model, sizes: CacheConfig, state: EngineState, take: Int[Array, "S"], width: int) -> EngineState:
     cache, seqs = state.cache, state.seqs
     rows, _ = running_rows(seqs)
-    columns = max_step_columns(sizes, width)
     with jax.named_scope("grow"):
         need = step_blocks(sizes, cache.tables, seqs, take)
         active_rows = jnp.where(take > 0, rows, seqs.num_rows)[:width]
         asked = (seqs.num_computed[rows] + take)[:width]
-        pool, tables = grow(cache.pool, cache.tables, active_rows, need[:, :width], asked, columns)
+        most = max_step_blocks(sizes, width, seqs.max_running)
+        pool, tables = grow(cache.pool, cache.tables, active_rows, need[:, :width], asked, most)
     with jax.named_scope("batch"):
         batch = build_batch(sizes, tables, seqs, take, width)
     with jax.named_scope("decoder"):
@@ -105,17 +105,17 @@ def _compute(model, sizes: CacheConfig, state: EngineState, take: Int[Array, "S"
 
     with jax.named_scope("commit"):
         counters = _count(sizes, state.counters, pool, seqs, batch, jnp.sum(take))
-        pool, tables, seqs = _commit(sizes, pool, tables, seqs, batch, take[:width], tokens, logprobs, columns)
+        pool, tables, seqs = _commit(sizes, pool, tables, seqs, batch, take[:width], tokens, logprobs, width)
     kv = cache.kv.replace(k_pages=k_pages, v_pages=v_pages)
     return EngineState(PagedCache(pool, tables, kv), seqs, counters)
 
 
-def _commit(sizes, pool, tables, seqs: Sequences, batch: Batch, take, tokens, logprobs, columns: int):
+def _commit(sizes, pool, tables, seqs: Sequences, batch: Batch, take, tokens, logprobs, width: int):
     rows = jnp.where(take > 0, batch.rows, seqs.num_rows)
     before = seqs.num_computed[batch.rows]
     seqs = append(seqs, batch.rows, tokens, logprobs, batch.samples)
     seqs = seqs.replace(num_computed=seqs.num_computed.at[rows].add(take, mode="drop"))
-    pool, tables = release_below_window(sizes, pool, tables, rows, before, before + take, columns)
+    pool, tables = release_below_window(sizes, pool, tables, rows, before, before + take, width)
     return pool, tables, seqs
 
 

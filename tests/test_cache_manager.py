@@ -234,7 +234,7 @@ def test_the_first_block_that_a_window_still_sees():
 def test_blocks_below_the_window_become_null_and_are_queued_last_first():
     config = CacheConfig(num_blocks=12, max_rows=2, max_blocks_per_row=8, block_size=2, windows=(4,))
     cache = give(config, init_cache(config), 1, 11)
-    release = jax.jit(partial(cache_manager.release_below_window, config, columns=4))
+    release = jax.jit(partial(cache_manager.release_below_window, config, max_tokens=4))
 
     def slide(cache, before, after):
         rows = np.asarray([1, 2])  # row 2 is padding
@@ -261,7 +261,7 @@ def test_blocks_below_the_window_become_null_and_are_queued_last_first():
 def test_full_attention_keeps_what_a_window_beside_it_passes():
     cache = give(BOTH, init_cache(BOTH), 0, 14)
     rows, before, after = (np.asarray([n]) for n in (0, 0, 14))
-    pool, tables = cache_manager.release_below_window(BOTH, cache.pool, cache.tables, rows, before, after, 4)
+    pool, tables = cache_manager.release_below_window(BOTH, cache.pool, cache.tables, rows, before, after, 14)
     cache = cache.replace(pool=pool, tables=tables)
     assert [table(cache, 0, g) for g in (0, 1)] == [[1, 2, 3, 4], [0, 0, 7, 8]]
     assert free_queue(pool)[:2] == [6, 5] and check_integrity(cache, block_size=4) == []

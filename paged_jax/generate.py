@@ -192,7 +192,30 @@ def _check_sizes(config: EngineConfig, sizes: CacheConfig, vocab_size: int, stop
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=5)
-def _generate(
+def _generate(graphdef, config: EngineConfig, roomy: bool, stops, num_samples: int, cache, params, *arrays) -> Generated:
+    run = partial(_run, graphdef, config, roomy, stops, num_samples)
+    mesh = _explicit_mesh(params)
+    if mesh is None:
+        return run(cache, params, *arrays)
+    # The bookkeeping gathers and scatters by data, which an explicit mesh would ask to annotate one by one. Inside, the
+    # compiler decides; outside, a cache keeps the sharding that it came with and everything else is whole on each device.
+    kept = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, cache)
+    whole = jax.sharding.PartitionSpec()
+    result = Generated(tokens=whole, lengths=whole, logprobs=whole, finish_reason=whole, stats=whole, cache=kept)  # type: ignore
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=result)(cache, params, *arrays)
+
+
+def _explicit_mesh(params):
+    """The mesh with explicit axes that params are sharded over, or None."""
+    for leaf in jax.tree.leaves(params):
+        mesh = jax.typeof(leaf).sharding.mesh
+        if mesh.explicit_axes:
+            return mesh
+    return None
+
+
+def _run(
     graphdef,
     config: EngineConfig,
     roomy: bool,

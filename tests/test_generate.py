@@ -1,0 +1,219 @@
+"""`generate`: a whole batch in one program, inside someone else's, on meshes, with every way to misuse it answered."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from toy_decoder import ToyDecoder, random_prompts
+
+from paged_jax import CacheConfig, ConfigError, InvalidRequestError, generate, init_cache
+from paged_jax.generate import _generate
+from paged_jax.models import Llama, LlamaConfig
+from paged_jax.sequences import INVALID, LENGTH, NOT_FINISHED, STOP
+
+TOY = ToyDecoder()
+KEY = jax.random.key(0)
+LLAMA = LlamaConfig(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=1,
+    num_heads=8,
+    num_kv_heads=4,
+    max_model_len=128,
+    head_dim=16,
+)
+
+
+def pad(prompts, width=None):
+    lens = np.array([len(p) for p in prompts])
+    out = np.zeros((len(prompts), width or max(lens.max(), 1)), np.int32)
+    for i, prompt in enumerate(prompts):
+        out[i, : len(prompt)] = prompt
+    return out, lens
+
+
+def test_more_prompts_than_run_at_once_in_one_call_with_a_limit_each():
+    prompts = random_prompts(0, [3, 7, 5, 1, 9, 2])
+    limits = [5, 6, 7, 8, 9, 10]
+    out = generate(
+        *nnx.split(TOY), *pad(prompts), KEY, max_new_tokens=limits, temperature=0.0, max_num_seqs=2, block_size=4
+    )
+    assert out.tokens.shape == (6, 1, 10)
+    for i, prompt in enumerate(prompts):
+        want = TOY.continuation(prompt, limits[i])
+        assert out.tokens[i, 0].tolist() == want + [0] * (10 - limits[i])
+        assert out.logprobs[i, 0, limits[i] :].tolist() == [0] * (10 - limits[i])
+    assert out.lengths[:, 0].tolist() == limits
+    assert out.finish_reason[:, 0].tolist() == [LENGTH] * 6
+    assert int(out.stats.peak_running) == 2
+    assert out.cache is None
+
+
+def test_a_pool_too_small_for_all_gives_the_same_tokens():
+    prompts = random_prompts(1, [3, 7, 5, 9])
+    options = dict(max_new_tokens=12, temperature=0.0, block_size=4)
+    roomy = generate(*nnx.split(TOY), *pad(prompts), KEY, **options)
+    tight = generate(*nnx.split(TOY), *pad(prompts), KEY, num_blocks=9, **options)
+    assert int(tight.stats.preemptions) > 0 and int(roomy.stats.preemptions) == 0
+    np.testing.assert_array_equal(tight.tokens, roomy.tokens)
+
+
+def test_bad_rows_end_alone():
+    prompts, lens = pad(random_prompts(2, [3, 4, 5, 6, 7]), width=8)
+    lens[1], lens[2] = 0, 9
+    prompts[3, 2] = 97
+    prompts[4, 7] = 97  # behind the prompt's end: padding may be anything
+    out = generate(*nnx.split(TOY), prompts, lens, KEY, max_new_tokens=4, temperature=0.0, block_size=4)
+    assert out.finish_reason[:, 0].tolist() == [LENGTH, INVALID, INVALID, INVALID, LENGTH]
+    assert out.lengths[:, 0].tolist() == [4, 0, 0, 0, 4]
+    for i in (0, 4):
+        assert out.tokens[i, 0].tolist() == TOY.continuation(prompts[i, : lens[i]].tolist(), 4)
+
+
+def test_stop_ids_end_a_sample_and_stay_in_it():
+    (prompt,) = random_prompts(3, [5])
+    whole = TOY.continuation(prompt, 8)
+    at = whole.index(whole[3])
+    for ids in ({"stop_ids": (whole[3],)}, {"eos_ids": (whole[3],)}):
+        out = generate(*nnx.split(TOY), *pad([prompt]), KEY, max_new_tokens=8, temperature=0.0, block_size=4, **ids)
+        assert out.tokens[0, 0, : at + 1].tolist() == whole[: at + 1]
+        assert int(out.lengths[0, 0]) == at + 1 and int(out.finish_reason[0, 0]) == STOP
+
+
+def test_a_cache_is_handed_from_call_to_call_and_keeps_the_callers_rows():
+    prompts = pad(random_prompts(4, [3, 7, 5]))
+    config = CacheConfig.for_decoder(TOY, num_blocks=12, block_size=4)
+    options = dict(max_new_tokens=5, temperature=0.0)
+    want = generate(*nnx.split(TOY), *prompts, KEY, block_size=4, **options).tokens
+    cache = init_cache(config)
+    for _ in range(2):
+        out = generate(*nnx.split(TOY), *prompts, KEY, cache=cache, **options)
+        np.testing.assert_array_equal(out.tokens, want)
+        cache = out.cache
+        assert int(cache.pool.num_free) == 11
+    # A cache in which too little is free: nothing is lost, the rows say that they did not finish.
+    taken = cache.replace(pool=cache.pool.replace(num_free=jnp.int32(0), span=jnp.int32(0)))
+    out = generate(*nnx.split(TOY), *prompts, KEY, cache=taken, **options)
+    assert out.finish_reason[:, 0].tolist() == [NOT_FINISHED] * 3
+
+
+def test_it_sits_inside_a_users_jit_and_traces_once_whatever_the_prompts():
+    graphdef, params = nnx.split(TOY)
+    traces = []
+
+    @jax.jit
+    def program(params, prompts, lens, temperature, key):
+        traces.append(1)
+        out = generate(graphdef, params, prompts, lens, key, max_new_tokens=4, temperature=temperature, block_size=4)
+        return out.tokens.sum(), out.tokens
+
+    for seed in range(3):
+        prompts, lens = pad(random_prompts(seed, [3, 4 + seed, 5]), width=8)
+        _, tokens = program(params, prompts, lens, 0.0, jax.random.key(seed))
+        assert tokens[1, 0].tolist() == TOY.continuation(prompts[1, : lens[1]].tolist(), 4)
+    assert len(traces) == 1
+    before = _generate._cache_size()
+    for seed in range(3):
+        prompts, lens = pad(random_prompts(seed, [3, 4 + seed, 5]), width=8)
+        generate(graphdef, params, prompts, lens, jax.random.key(seed), max_new_tokens=6, top_k=seed, block_size=4)
+    assert _generate._cache_size() == before + 1
+
+
+def llama(num_kv_heads=4):
+    return nnx.split(Llama(LlamaConfig(**{**vars(LLAMA), "num_kv_heads": num_kv_heads}), rngs=nnx.Rngs(0)))
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    prompts = pad(random_prompts(6, [3, 9, 1, 5, 7], vocab_size=128))
+    options = dict(max_new_tokens=8, num_samples=2, block_size=4, temperature=0.8, top_k=20)
+    return prompts, options, generate(*llama(), *prompts, KEY, **options)
+
+
+def test_samples_differ_from_each_other_and_repeat_with_their_key(sampled):
+    prompts, options, out = sampled
+    assert out.tokens.shape == (5, 2, 8)
+    assert np.any(out.tokens[:, 0] != out.tokens[:, 1])
+    again = generate(*llama(), *prompts, KEY, **options)
+    np.testing.assert_array_equal(again.tokens, out.tokens)
+    other = generate(*llama(), *prompts, jax.random.key(1), **options)
+    assert np.any(other.tokens != out.tokens)
+
+
+@pytest.mark.slow
+def test_sampled_tokens_do_not_depend_on_who_runs_beside_them(sampled):
+    prompts, options, out = sampled
+    crowded = generate(*llama(), *prompts, KEY, max_num_seqs=2, max_num_batched_tokens=4, num_blocks=8, **options)
+    np.testing.assert_array_equal(crowded.tokens, out.tokens)
+
+
+@pytest.mark.slow
+def test_no_gradient_flows_into_the_params(sampled):
+    prompts, options, _ = sampled
+    graphdef, params = llama()
+    loss = lambda params: generate(graphdef, params, *prompts, KEY, **options).logprobs.sum()  # noqa: E731
+    assert all(float(jnp.abs(g).max()) == 0 for g in jax.tree.leaves(jax.grad(loss)(params)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axis_type", "num_kv_heads"),
+    [(AxisType.Auto, 4), (AxisType.Explicit, 4), (AxisType.Explicit, 2)],  # 2 heads do not divide: they are replicated
+)
+def test_sharded_params_give_the_same_tokens(axis_type, num_kv_heads):
+    assert jax.device_count() >= 4, "the tests' conftest asks for 4 virtual CPU devices"
+    graphdef, params = llama(num_kv_heads)
+    prompts = pad(random_prompts(7, [3, 9, 1, 5, 7], vocab_size=128))
+    options = dict(max_new_tokens=8, temperature=0.0, block_size=4, max_num_seqs=3)
+    want = generate(graphdef, params, *prompts, KEY, **options)
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(axis_type,), devices=jax.devices()[:4])
+
+    def place(path, x):
+        name = jax.tree_util.keystr(path)
+        if "qkv" in name:
+            spec = PartitionSpec("tp" if num_kv_heads == 4 else None)
+        elif "'out'" in name or "gate_up" in name or "down" in name:
+            spec = PartitionSpec(None, "tp")
+        elif "embed" in name or "head" in name:
+            spec = PartitionSpec("tp")
+        else:
+            spec = PartitionSpec()
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    sharded = jax.tree_util.tree_map_with_path(place, params)
+    out = generate(graphdef, sharded, *prompts, KEY, **options)
+    np.testing.assert_array_equal(out.tokens, want.tokens)
+    np.testing.assert_allclose(out.logprobs, want.logprobs, atol=1e-5)
+
+
+def test_misuse_is_answered_by_name():
+    graphdef, params = nnx.split(TOY)
+    prompts, lens = pad(random_prompts(8, [3, 4]))
+
+    def call(error, says, *, module=None, prompts=prompts, lens=lens, **options):
+        options = {"max_new_tokens": 4, "block_size": 4, **options}
+        with pytest.raises(error, match=says):
+            generate(module or graphdef, params, prompts, lens, KEY, **options)
+
+    call(ConfigError, "nnx.split", module=TOY)
+    call(ConfigError, r"prompts: shape \(4,\)", prompts=prompts[0])
+    call(ConfigError, "prompts: .* float32", prompts=prompts.astype(np.float32))
+    call(ConfigError, r"prompt_lens: shape \(1,\)", lens=lens[:1])
+    call(ConfigError, "num_blocks=2: a row of 8 tokens .* needs up to 2 blocks of 4", num_blocks=2)
+    call(ConfigError, "max_num_batched_tokens=1: must be at least max_num_seqs=2", max_num_batched_tokens=1)
+    call(InvalidRequestError, "max_num_seqs=0", max_num_seqs=0)
+    call(InvalidRequestError, "max_new_tokens=0", max_new_tokens=0)
+    call(InvalidRequestError, "max_new_tokens=.*one for each of 2", max_new_tokens=[1, 2, 3])
+    call(InvalidRequestError, "temperature=-1.0: must be 0 or above", temperature=-1.0)
+    call(InvalidRequestError, r"top_p=\[0.5, 0\]: must be in \(0, 1\]", top_p=[0.5, 0])
+    call(InvalidRequestError, r"min_p: shape \(3,\)", min_p=[0.1] * 3)
+    call(InvalidRequestError, "97 is outside the vocabulary of 97", stop_ids=(97,))
+    call(InvalidRequestError, "num_samples=0", num_samples=0)
+    bad = init_cache(CacheConfig(num_blocks=9, max_rows=1, max_blocks_per_row=1, num_layers=2, num_kv_heads=3))
+    call(ConfigError, "cache: 2 pages of .* the model needs 1 of", cache=bad)
+    call(ConfigError, "cache: has no pages", cache=init_cache(CacheConfig(9, 1, 1)))
+    with pytest.raises(ConfigError, match="max_new_tokens: is traced"):
+        jax.jit(lambda n: generate(graphdef, params, prompts, lens, KEY, max_new_tokens=n))(4)

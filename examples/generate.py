@@ -1,0 +1,105 @@
+"""26 prompts through SmolLM2-135M in one `generate`, in a pool too small for all of them at once.
+
+Shows the answers, then what paging did: the blocks that were used, and how few sequences would have run if each had been
+given room for max_model_len tokens beforehand.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import jax
+
+START = time.perf_counter()
+# The second start finds the compiled programs here.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "paged-jax"
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+from paged_jax import LLM, SamplingParams  # noqa: E402
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, MAX_RUNNING = 16, 72, 512, 24
+
+QUESTIONS = [
+    ("What is the capital of France?", 32),
+    ("Write a haiku about the sea.", 48),
+    ("Explain in one sentence what a hash table is.", 64),
+    ("List three primary colours.", 32),
+    ("Why is the sky blue?", 96),
+    ("Translate 'good morning' into Spanish.", 24),
+    ("Give me a recipe for pancakes.", 128),
+    ("What is 12 times 12?", 32),
+    ("Who wrote Romeo and Juliet?", 32),
+    ("Describe a rainy day in the city.", 96),
+    ("What is the boiling point of water?", 40),
+    ("Name two animals that can fly.", 32),
+    ("Write a short story about a lost key.", 160),
+    ("How do plants make food?", 96),
+    ("What does a compiler do?", 80),
+    ("Suggest a name for a black cat.", 24),
+    ("Give three tips for sleeping well.", 112),
+    ("What is the largest planet?", 32),
+    ("Summarise what a library is, and why a town might want one, for a child of six who has never been to one.", 96),
+    ("Tell me a joke about computers.", 64),
+]
+BEGINNINGS = [
+    ("Once upon a time, in a village at the edge of the forest,", 96),
+    ("The three laws of motion are", 80),
+    ("def fibonacci(n):", 64),
+    ("Dear Sir or Madam,", 64),
+    ("The history of the bicycle begins", 80),
+    ("In the year 2050,", 48),
+]
+
+
+def main():
+    llm = LLM(
+        "smollm2-135m",
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=MAX_RUNNING,
+    )
+    print(f"model loaded after {time.perf_counter() - START:.1f} s; the first run compiles the engine\n")
+    assert llm.tokenizer is not None
+    chats = [
+        llm.tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question, _ in QUESTIONS
+    ]
+    prompts = [llm.tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
+    prompts += [llm.tokenizer.encode(text) for text, _ in BEGINNINGS]
+    asked = [text for text, _ in QUESTIONS + BEGINNINGS]
+    params = [SamplingParams(temperature=0, max_tokens=limit) for _, limit in QUESTIONS + BEGINNINGS]
+
+    begin = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    seconds = time.perf_counter() - begin
+
+    for question, output in zip(asked, outputs, strict=True):
+        print(f"\n> {question}\n{output.outputs[0].text}  [{output.outputs[0].finish_reason}]")
+
+    times = [output.metrics.first_token_time for output in outputs if output.metrics is not None]
+    first = min(time for time in times if time is not None)
+    stats = llm.stats()
+    reserved = MAX_MODEL_LEN // BLOCK_SIZE
+    contiguous = (NUM_BLOCKS - 1) // reserved
+    tokens = int(stats["generated_tokens"])
+    print(f"""
+                                        paged    contiguous reservation of {MAX_MODEL_LEN} tokens
+  sequences running at peak        {stats["peak_running"]:>10}    {contiguous:>10}
+  blocks of {BLOCK_SIZE} tokens at peak        {stats["peak_blocks"]:>10}    {contiguous * reserved:>10}   of {NUM_BLOCKS - 1}
+  ... that {stats["peak_running"]} sequences would need            {stats["peak_running"] * reserved:>10}
+  waste (allocated, not filled)    {100 * stats["waste"]:>8.1f} %    {100 * (1 - mean_length(outputs) / MAX_MODEL_LEN):>8.1f} %
+  preemptions                      {stats["preemptions"]:>10}
+
+  {tokens} tokens in {seconds:.1f} s, compiling included: {tokens / seconds:.0f} tokens/s
+  first token after {first - START:.1f} s, all after {time.perf_counter() - START:.1f} s""")
+
+
+def mean_length(outputs):
+    """Tokens that a sequence fills of its reservation, on average over its life."""
+    lengths = [len(o.prompt_token_ids) + len(o.outputs[0].token_ids) / 2 for o in outputs]
+    return sum(lengths) / len(lengths)
+
+
+if __name__ == "__main__":
+    main()

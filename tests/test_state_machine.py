@@ -1,4 +1,7 @@
-"""Random sequences of every operation on the cache, against the plain model: the same blocks in the same order, always sound."""
+"""Random operations on the cache and random requests to the engine's step, against plain models of both.
+
+After every operation the blocks are the same in the same order, the decisions are the same, and the state is sound.
+"""
 
 from functools import cache as memoize
 from functools import partial
@@ -10,9 +13,23 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from paged_jax import allocate_slots, block_pool, cache_manager, check_integrity, fork, free, init_cache
-from paged_jax.config import CacheConfig
+from paged_jax import (
+    allocate_slots,
+    block_pool,
+    cache_manager,
+    check_integrity,
+    fork,
+    free,
+    init_cache,
+    sequences,
+    step,
+)
+from paged_jax.config import CacheConfig, EngineConfig
+from paged_jax.requests import blocks_at_most, make_request, to_rows
+from paged_jax.sampling_params import SamplingParams
 from plain_cache import PlainCache, books, plain_books
+from plain_scheduler import PlainRequest, PlainScheduler
+from toy_decoder import ToyDecoder, random_prompts
 
 ROWS, BLOCK_SIZE, MAX_BLOCKS = 6, 4, 7
 CONFIGS = [
@@ -35,7 +52,8 @@ def _adopt(cache, row, blocks):
 
 
 def _slide(config, cache, rows, before, after):
-    pool, tables = cache_manager.release_below_window(config, cache.pool, cache.tables, rows, before, after, MAX_BLOCKS)
+    most = ROWS * MAX_BLOCKS * BLOCK_SIZE
+    pool, tables = cache_manager.release_below_window(config, cache.pool, cache.tables, rows, before, after, most)
     return cache.replace(pool=pool, tables=tables), jnp.bool(True)
 
 
@@ -71,9 +89,6 @@ class AgainstPlainCache(RuleBasedStateMachine):
             assert all(
                 np.array_equal(a, b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(fetched), strict=True)
             )
-
-    def shares(self, row, other):
-        return any(set(table[row]) & set(table[other]) - {0} for table in self.plain.tables)
 
     def used(self):
         return [row for row in range(ROWS) if not self.plain.is_empty(row)]
@@ -119,13 +134,9 @@ class AgainstPlainCache(RuleBasedStateMachine):
         assert len(self.plain.pool.queue) == self.config.num_blocks - 1
 
     @precondition(lambda self: any(self.config.windows))
-    @rule(order=st.permutations(range(ROWS)), data=st.data())
-    def slide(self, order, data):
-        """Rows that share a block let it go in calls of their own: see `block_pool.release`."""
-        rows = []
-        for row in order:
-            if not any(self.shares(row, other) for other in rows):
-                rows.append(row)
+    @rule(rows=st.permutations(range(ROWS)), data=st.data())
+    def slide(self, rows, data):
+        """The windows move on, by another distance in each row; a block that forks share may stay in one and go in the other."""
         before = [self.slid[row] for row in rows]
         after = [
             data.draw(st.integers(self.slid[row], max(self.slid[row], self.plain.num_tokens[row]))) for row in rows
@@ -158,4 +169,121 @@ class AgainstPlainCache(RuleBasedStateMachine):
 TestAgainstPlainCache = AgainstPlainCache.TestCase
 TestAgainstPlainCache.settings = settings(
     max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+# ---------------------------------------------------------------- the engine's step
+
+ENGINES = [
+    (EngineConfig(13, 30, max_num_seqs=3, max_num_batched_tokens=9, num_rows=7, block_size=4), (None,)),
+    (EngineConfig(21, 30, max_num_seqs=3, max_num_batched_tokens=9, num_rows=7, block_size=4, widths=(9,)), (None, 6)),
+]
+HOLDER = 6  # a row that is never a request's: it holds blocks, so that one program serves pools of many sizes
+MOST_HELD = 4
+
+
+@memoize
+def compiled_engine(config, windows):
+    model = ToyDecoder(windows=windows)
+    sizes = step.cache_config(config, model)
+    programs = {
+        "run": jax.jit(partial(step.run, model, config, sizes)),
+        "add": jax.jit(sequences.add),
+        "abort": jax.jit(sequences.abort),
+        "hold": jax.jit(partial(allocate_slots, sizes)),
+    }
+    return model, sizes, step.init_state(config, sizes), programs
+
+
+class AgainstPlainScheduler(RuleBasedStateMachine):
+    @initialize(engine=st.sampled_from(ENGINES), held=st.integers(0, MOST_HELD))
+    def begin(self, engine, held):
+        self.config, windows = engine
+        self.model, self.sizes, self.state, self.programs = compiled_engine(*engine)
+        self.plain = PlainScheduler(self.config, windows, self.model.next_token)
+        self.faults = []
+        if held:
+            self.plain.cache.allocate([HOLDER], [4 * held])
+            cache, _ = self.programs["hold"](self.state.cache, ints([HOLDER], 1), ints([4 * held], 1))
+            self.state = self.state.replace(cache=cache)
+            self.faults = [f"row {HOLDER}: does not run, but has blocks"]
+        self.usable = self.plain.num_free()
+
+    def compare(self):
+        state, plain = jax.device_get(self.state), self.plain
+        seqs = state.seqs
+        assert seqs.running[: seqs.num_running].tolist() == plain.running
+        order = (seqs.waiting_head + np.arange(seqs.num_waiting)) % seqs.num_rows
+        assert seqs.waiting[order].tolist() == plain.waiting
+        assert books(state.cache) == plain_books(plain.cache)
+        for row, request in plain.requests.items():
+            count = len(request.tokens)
+            assert seqs.tokens[row, : seqs.num_tokens[row]].tolist() == request.tokens
+            assert seqs.num_computed[row] == request.computed and seqs.num_prompt_tokens[row] == len(request.prompt)
+            assert sequences.FINISH_REASONS[seqs.finish_reason[row]] == request.finish_reason
+            assert request.tokens == request.prompt + self.model.continuation(
+                request.prompt, count - len(request.prompt)
+            )
+        assert state.counters.preemptions == plain.preemptions
+        assert check_integrity(state) == self.faults
+
+    def rows(self, finished):
+        done = {
+            row
+            for row, request in self.plain.requests.items()
+            if request.finish_reason and row not in self.plain.running
+        }
+        live = set(self.plain.requests) - done
+        return sorted(set(range(HOLDER)) - live) if finished else sorted(live)
+
+    @rule(seed=st.integers(0, 2**16), count=st.integers(1, 4))
+    def add(self, seed, count):
+        """Requests of random lengths that the pool can hold, some with a token that may stop them."""
+        rng = np.random.default_rng(seed)
+        for row in rng.permutation(self.rows(finished=True))[:count].tolist():
+            length, more = rng.integers(1, 21).item(), rng.integers(1, 21).item()
+            more = min(more, self.config.max_model_len - length)
+            while blocks_at_most(self.sizes, length + more, self.config.max_num_batched_tokens) > self.usable:
+                more, length = (more - 1, length) if more > 1 else (more, length - 1)
+            (prompt,) = random_prompts(seed + row, [length])
+            stop_ids = (self.model.continuation(prompt, more)[-1],) if rng.random() < 0.2 else ()
+            params = SamplingParams(temperature=0, max_tokens=more, stop_token_ids=stop_ids)
+            vocabulary = {"vocab_size": self.model.vocab_size, "eos_token_ids": ()}
+            request = make_request("", prompt, params, config=self.config, sizes=self.sizes, seed=0, **vocabulary)
+            new = to_rows({row: request}, self.config)
+            self.state = self.state.replace(seqs=self.programs["add"](self.state.seqs, new))
+            self.plain.add(row, PlainRequest(prompt, length + more, stop_ids))
+        self.compare()
+
+    @precondition(lambda self: len(self.rows(finished=False)) > 3)
+    @rule(data=st.data())
+    def abort(self, data):
+        row = data.draw(st.sampled_from(self.rows(finished=False)))
+        self.state = self.state.replace(seqs=self.programs["abort"](self.state.seqs, ints([row], 1)))
+        self.plain.abort(row)
+        self.compare()
+
+    @precondition(lambda self: self.plain.requests)
+    @rule(count=st.integers(1, 8))
+    def step(self, count):
+        for _ in range(count):
+            busy, before = self.plain.is_busy(), self.state.counters
+            take = self.plain.run_one()
+            self.state, steps = self.programs["run"](self.state, np.int32(1))
+            assert int(steps) == busy == bool(take)
+            assert int(self.state.counters.computed_tokens - before.computed_tokens) == sum(take.values())
+            self.compare()
+
+    def teardown(self):
+        """All that is left comes to its end, and every block comes back."""
+        if hasattr(self, "plain"):
+            while self.plain.is_busy():
+                self.step(1)
+            self.step(1)  # an aborted row gives its blocks back when the next step begins
+            assert self.plain.num_free() == self.usable
+
+
+TestAgainstPlainScheduler = AgainstPlainScheduler.TestCase
+TestAgainstPlainScheduler.settings = settings(
+    max_examples=50, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )

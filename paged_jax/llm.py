@@ -114,7 +114,7 @@ class LLM:
         `waste` is the share of slots in allocated blocks that held no token, over all steps.
         """
         counters = self.engine.counters
-        values = {} if counters is None else {name: value.item() for name, value in vars(counters).items()}
+        values = {} if counters is None else {name: value.item() for name, value in counters.items()}
         in_use, filled = values.pop("block_steps", 0.0), values.pop("filled_block_steps", 0.0)
         return values | {"waste": 1 - filled / in_use if in_use else 0.0, "num_blocks": self.engine.config.num_blocks}
 

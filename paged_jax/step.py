@@ -21,16 +21,25 @@ from paged_jax.sequences import FINISHED, Sequences, append, init_sequences, run
 
 
 class Counters(struct.PyTreeNode):
-    """What happened since the state was made."""
+    """What happened since the state was made. Few arrays, because each is a kernel in every step."""
 
-    steps: Int[Array, ""]
-    preemptions: Int[Array, ""]
-    computed_tokens: Int[Array, ""]
-    generated_tokens: Int[Array, ""]
-    peak_blocks: Int[Array, ""]  # most blocks in use in one step
-    peak_running: Int[Array, ""]  # most sequences running in one step
-    block_steps: Float[Array, ""]  # blocks in use, summed over steps
-    filled_block_steps: Float[Array, ""]  # tokens in them / block_size, summed over steps
+    totals: Int[Array, "4"]
+    peaks: Int[Array, "2"]
+    sums: Float[Array, "2"]
+
+    steps = property(lambda self: self.totals[0])
+    preemptions = property(lambda self: self.totals[1])
+    computed_tokens = property(lambda self: self.totals[2])
+    generated_tokens = property(lambda self: self.totals[3])
+    peak_blocks = property(lambda self: self.peaks[0], doc="Most blocks in use in one step.")
+    peak_running = property(lambda self: self.peaks[1], doc="Most sequences running in one step.")
+    block_steps = property(lambda self: self.sums[0], doc="Blocks in use, summed over steps.")
+    filled_block_steps = property(lambda self: self.sums[1], doc="Tokens in them / block_size, summed over steps.")
+
+    def items(self):
+        """Names and values."""
+        names = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
+        return [(name, getattr(self, name)) for name in names]
 
 
 class EngineState(struct.PyTreeNode):
@@ -57,7 +66,7 @@ def init_state(config: EngineConfig, sizes: CacheConfig, cache: PagedCache | Non
     return EngineState(
         cache=init_cache(sizes) if cache is None else cache,
         seqs=init_sequences(config.rows, config.max_model_len, config.max_num_seqs, config.max_stop_ids),
-        counters=Counters(*(jnp.int32(0) for _ in range(6)), *(jnp.float32(0) for _ in range(2))),
+        counters=Counters(jnp.zeros(4, jnp.int32), jnp.zeros(2, jnp.int32), jnp.zeros(2)),
     )
 
 
@@ -73,7 +82,7 @@ def step(model, config: EngineConfig, sizes: CacheConfig, state: EngineState) ->
     state = EngineState(
         cache=PagedCache(plan.pool, plan.tables, cache.kv),
         seqs=plan.seqs,
-        counters=state.counters.replace(preemptions=state.counters.preemptions + plan.num_preempted),
+        counters=state.counters.replace(totals=state.counters.totals.at[1].add(plan.num_preempted)),
     )
     least = jnp.zeros_like(total)
     assert config.widths is not None  # set when made
@@ -125,15 +134,11 @@ def _count(sizes: CacheConfig, counters: Counters, pool, seqs: Sequences, batch:
     computed = seqs.num_computed[batch.rows]
     passed = [first_live_block(computed, window, sizes.block_size) * sizes.block_size for window in sizes.windows]
     filled = sum(jnp.sum(jnp.where(active, batch.kv_lens - skipped, 0)) for skipped in passed)
+    one = jnp.ones_like(in_use)
     return Counters(
-        steps=counters.steps + 1,
-        preemptions=counters.preemptions,
-        computed_tokens=counters.computed_tokens + total,
-        generated_tokens=counters.generated_tokens + jnp.sum(batch.samples, dtype=jnp.int32),
-        peak_blocks=jnp.maximum(counters.peak_blocks, in_use),
-        peak_running=jnp.maximum(counters.peak_running, batch.num_seqs),
-        block_steps=counters.block_steps + in_use,
-        filled_block_steps=counters.filled_block_steps + filled / sizes.block_size,
+        totals=counters.totals + jnp.stack([one, 0 * one, total, jnp.sum(batch.samples, dtype=jnp.int32)]),
+        peaks=jnp.maximum(counters.peaks, jnp.stack([in_use, batch.num_seqs])),
+        sums=counters.sums + jnp.stack([in_use.astype(jnp.float32), filled / sizes.block_size]),
     )
 
 

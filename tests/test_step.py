@@ -21,7 +21,9 @@ def greedy_rows(prompts, num_rows, max_len, new_tokens):
         tokens[i, : len(prompt)] = prompt
     lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
     ints, floats = jnp.zeros(k, jnp.int32), jnp.zeros(k)
-    sampling = SamplingRows(floats, ints, floats + 1, floats, ints, ints, jnp.full((k, 8), -1, jnp.int32))
+    sampling = SamplingRows(
+        floats, ints, floats + 1, floats, jnp.zeros(k, jnp.uint32), ints, jnp.full((k, 8), -1, jnp.int32)
+    )
     return sequences.NewSequences(jnp.arange(k), jnp.asarray(tokens), lengths, lengths + new_tokens, sampling)
 
 

@@ -100,22 +100,32 @@ def count_kernels(
     counts: collections.Counter = collections.Counter()
     loops: list[Instruction] = []
 
-    def walk(computation: Computation, times: int, top: bool) -> None:
+    def left_out(i: Instruction) -> bool:
+        return any(i.in_scope(scope) for scope in without)
+
+    def walk(computation: Computation, times: int) -> None:
         for i in computation.instructions:
-            if i.opcode in _NO_KERNEL or any(i.in_scope(scope) for scope in without):
+            if i.opcode in _NO_KERNEL or ((places := _named(computation, i)) and all(map(left_out, places))):
                 continue
             if i.opcode == "while":
                 if i.trips is not None:
-                    walk(program.body(i), times * i.trips, False)
+                    walk(program.body(i), times * i.trips)
                 else:
                     loops.append(i)
             elif i.opcode == "conditional":
                 branches = i.called.get("branch_computations") or i.called["false_computation"]
-                walk(program.computations[branches[0]], times, False)
+                walk(program.computations[branches[0]], times)
             elif i.opcode == "call":
-                walk(program.computations[i.called["to_apply"][0]], times, top)
+                walk(program.computations[i.called["to_apply"][0]], times)
             else:
                 counts[i.opcode, next((s for s in scopes if i.in_scope(s)), "other")] += times
 
-    walk(computation, 1, True)
+    walk(computation, 1)
     return Kernels(counts, tuple(loops))
+
+
+def _named(computation: Computation, i: Instruction) -> list[Instruction]:
+    """`i`, or where it came from nowhere that has a name (a copy that XLA put in), what uses it."""
+    if i.op_name or i.opcode in ("while", "conditional", "call"):
+        return [i]
+    return [place for user in computation.users[i.name] for place in _named(computation, user)]

@@ -61,6 +61,14 @@ class Computation:
     def by_name(self) -> dict[str, Instruction]:
         return {i.name: i for i in self.instructions}
 
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        users = {i.name: [] for i in self.instructions}
+        for i in self.instructions:
+            for name in dict.fromkeys(i.operands):
+                users[name].append(i)
+        return users
+
     @property
     def root(self) -> Instruction:
         return next(i for i in self.instructions if i.is_root)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from toy_decoder import ToyDecoder, random_prompts
 
 from paged_jax import CacheConfig, ConfigError, InvalidRequestError, generate, init_cache
 from paged_jax.generate import _generate
 from paged_jax.models import Llama, LlamaConfig
 from paged_jax.sequences import INVALID, LENGTH, NOT_FINISHED, STOP
+from toy_decoder import ToyDecoder, random_prompts
 
 TOY = ToyDecoder()
 KEY = jax.random.key(0)

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from toy_decoder import random_prompts
 
 from paged_jax import EngineConfig, SamplingParams, check_integrity
 from paged_jax.engine import Engine
 from paged_jax.models import load_model
+from toy_decoder import random_prompts
 
 TINY = pathlib.Path(__file__).parent / "data" / "tiny"
 PROMPTS = random_prompts(11, [9, 30, 17, 3, 41, 12, 22, 5, 14, 8, 26, 19] * 2, vocab_size=256)

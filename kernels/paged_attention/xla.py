@@ -151,7 +151,7 @@ def _walk_tiles(q, k_pages, v_pages, plan: AttentionPlan, scoring: Scoring) -> F
         k, v = (x.reshape(-1, kv_heads, head_dim) for x in (k, v))
         keys, position = items.first_key[i] + offsets, tiles.position[tile]
         visible = _visible((position + tiles.offsets)[:, None], keys, scoring)
-        values = jnp.where((keys < position + tiles.num_rows[tile])[:, None, None], v, 0)
+        values = jnp.where(_in_reach(position, tiles.num_rows[tile], keys, scoring)[:, None, None], v, 0)
         scores = _dot("krd,lkd->krl", query, k)
         visible = jnp.tile(visible, (group, 1))
         return _add_chunk(sums, scores, visible, scoring, lambda p: _dot("krl,lkd->krd", p, values))
@@ -167,7 +167,6 @@ def all_tiles_at_once(q, k_pages, v_pages, plan: AttentionPlan, scoring: Scoring
     group = q.shape[1] // kv_heads
     positions = tiles.position[:, None] + jnp.arange(tiles.size)
     counts = jnp.arange(tiles.size) < tiles.num_rows[:, None]
-    stop = tiles.position + tiles.num_rows
 
     width = plan.tables.shape[1]
     num_blocks = max(1, min(chunk_tokens // block_size, width))
@@ -181,7 +180,8 @@ def all_tiles_at_once(q, k_pages, v_pages, plan: AttentionPlan, scoring: Scoring
         k, v = (_read(pages, ids).reshape(-1, tokens, *pages.shape[2:]) for pages in (k_pages, v_pages))
         keys = block[:, None] * block_size + jnp.arange(tokens)
         visible = _visible(positions[:, :, None], keys[:, None], scoring) & counts[:, :, None]
-        v = jnp.where((keys < stop[:, None])[:, :, None, None], v, 0)
+        reach = _in_reach(tiles.position[:, None], tiles.num_rows[:, None], keys, scoring)
+        v = jnp.where(reach[:, :, None, None], v, 0)
         scores = _dot("nkrd,nlkd->nkrl", rows.astype(k.dtype), k) * scoring.scale
         visible = jnp.tile(visible, (1, group, 1))[:, None]
         return _update(softmax, scores, visible, scoring, lambda p: _dot("nkrl,nlkd->nkrd", p.astype(v.dtype), v))
@@ -212,6 +212,12 @@ def _read(pages, ids):
 def _visible(position, key_positions, scoring: Scoring) -> Bool[Array, "..."]:
     visible = key_positions <= position
     return visible if scoring.window is None else visible & (key_positions > position - scoring.window)
+
+
+def _in_reach(position, num_rows, keys, scoring: Scoring) -> Bool[Array, "..."]:
+    """Whether any of `num_rows` queries from `position` on sees the key; a value that none sees may be NaN, and 0 * NaN is NaN."""
+    reach = keys < position + num_rows
+    return reach if scoring.window is None else reach & (keys > position - scoring.window)
 
 
 def _sum_dtype(x):

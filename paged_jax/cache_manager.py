@@ -181,9 +181,9 @@ def release_rows(
 ) -> tuple[BlockPool, BlockTables, Bool[Array, ""]]:
     """Release all blocks of the first `count` rows named, a few rows at a time."""
 
-    def release_some(carry):
-        pool, tables, ok, done = carry
-        offsets = done + jnp.arange(RELEASE_ROWS, dtype=jnp.int32)
+    def release_some(i, carry):
+        pool, tables, ok = carry
+        offsets = i * RELEASE_ROWS + jnp.arange(RELEASE_ROWS, dtype=jnp.int32)
         some = jnp.where(offsets < count, rows[jnp.minimum(offsets, rows.shape[0] - 1)], tables.num_rows)
         held = jnp.where(some < tables.num_rows, tables.num_blocks[:, some], 0)
         pool, tables, released = release_columns(pool, tables, some, held)
@@ -191,11 +191,11 @@ def release_rows(
             num_blocks=tables.num_blocks.at[:, some].set(0, mode="drop"),
             num_tokens=tables.num_tokens.at[some].set(0, mode="drop"),
         )
-        return pool, tables, ok & released, done + RELEASE_ROWS
+        return pool, tables, ok & released
 
-    start = (pool, tables, jnp.ones_like(count, bool), jnp.zeros_like(count))
-    pool, tables, ok, _ = jax.lax.while_loop(lambda c: c[3] < count, release_some, start)
-    return pool, tables, ok
+    # Counted by ones: on jax 0.11.2 a loop by RELEASE_ROWS to a constant count below that was compiled to no trip at all.
+    start = (pool, tables, jnp.ones_like(count, bool))
+    return jax.lax.fori_loop(0, ceil_div(count, RELEASE_ROWS), release_some, start)
 
 
 def release_columns(

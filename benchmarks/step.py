@@ -1,0 +1,115 @@
+"""What paging costs: a decoding step without a model, and the host's work around a dispatch.
+
+    us a step   scheduling, allocation and commit of one token of every row, inside one jitted loop of many steps
+    us a call   Engine.dispatch and Engine.collect on the host, of a dispatch that is done
+
+The decoder gives constant logits, so all that is left is bookkeeping. Usage: python benchmarks/step.py [--quick]
+"""
+
+import argparse
+import statistics
+import time
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from paged_jax import SamplingParams, sequences, step
+from paged_jax.config import EngineConfig
+from paged_jax.engine import Engine
+from paged_jax.models.interface import KVGroup
+from paged_jax.requests import make_request, to_rows
+
+ROWS = (16, 64, 256)
+BLOCKS = (4096, 131_072, 1_048_576)
+MAX_LEN = 8192  # 512 table columns of 16 tokens
+STEPS = 128
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_LEN, ignore_eos=True)
+
+
+class NoDecoder(nnx.Module):
+    """Keeps no K and V; every token is 1."""
+
+    vocab_size, max_model_len, num_kv_heads, head_dim, dtype, eos_token_ids = 8, MAX_LEN, 1, 1, "float32", ()
+
+    def __init__(self, windows=(None,)):
+        self.kv_groups = tuple(KVGroup(window, 0) for window in windows)
+
+    def __call__(self, tokens, batch, k_pages, v_pages):
+        return tokens[:, None].astype(jnp.float32), k_pages, v_pages
+
+    def logits(self, hidden):
+        return -jnp.abs(jnp.arange(self.vocab_size) - 1) + 0 * hidden
+
+
+def engine_config(rows: int, num_blocks: int) -> EngineConfig:
+    return EngineConfig(num_blocks, MAX_LEN, rows, max(rows, 512), num_rows=rows)
+
+
+def decoding(rows: int, num_blocks: int, windows):
+    """A jitted run of many steps, and a state in which every row decodes, at different places of its last block."""
+    model, config = NoDecoder(windows), engine_config(rows, num_blocks)
+    sizes = step.cache_config(config, model)
+    make = partial(make_request, config=config, sizes=sizes, vocab_size=8, eos_token_ids=(), seed=0)
+    params = SamplingParams(temperature=0, max_tokens=min(MAX_LEN // 2, num_blocks * 8))
+    requests = {row: make(str(row), [1] * (1 + row * 7 % 16), params) for row in range(rows)}
+    state = step.init_state(config, sizes)
+    state = state.replace(seqs=sequences.add(state.seqs, to_rows(requests, config)))
+    run = jax.jit(partial(step.run, model, config, sizes), donate_argnums=0)
+    state, _ = run(state, jnp.int32(10))
+    assert int(state.seqs.num_running) == rows
+    return run, state
+
+
+def step_time(rows: int, num_blocks: int, repeats: int, windows=(None,)) -> float:
+    """us a step of steady decode: the best of some dispatches from the same state."""
+    run, start = decoding(rows, num_blocks, windows)
+    best = float("inf")
+    for _ in range(repeats):
+        state = jax.block_until_ready(jax.tree.map(jnp.copy, start))
+        begin = time.perf_counter()
+        _, steps = jax.block_until_ready(run(state, np.int32(STEPS)))
+        best = min(best, time.perf_counter() - begin)
+        assert int(steps) == STEPS
+    return best / STEPS * 1e6
+
+
+def host_times(rows: int, repeats: int) -> tuple[float, float]:
+    """us of `dispatch`, and of `collect` once the device has finished, with every row decoding 32 tokens: medians."""
+    engine = Engine(*nnx.split(NoDecoder()), engine_config(rows, 131_072))
+    for row in range(rows):
+        engine.add_request([1] * (1 + row % 16), GREEDY)
+    engine.run(64)
+    dispatch_times, collect_times = [], []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        dispatch = engine.dispatch()
+        dispatch_times.append(time.perf_counter() - begin)
+        jax.block_until_ready(dispatch.report)
+        begin = time.perf_counter()
+        updates = engine.collect(dispatch)
+        collect_times.append(time.perf_counter() - begin)
+        assert len(updates) == rows
+    return statistics.median(dispatch_times) * 1e6, statistics.median(collect_times) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    repeats = 5 if parser.parse_args().quick else 30
+    print(
+        f"jax {jax.__version__} on {jax.devices()[0].device_kind}; table of {MAX_LEN // 16} columns, {STEPS} steps a run\n"
+    )
+    print(
+        "rows   " + "".join(f"{n:>12,} blocks" for n in BLOCKS) + "     dispatch   collect     (us a step; us a call)"
+    )
+    for rows in ROWS:
+        steps = "".join(f"{step_time(rows, n, repeats):>19.1f}" for n in BLOCKS)
+        dispatch, collect = host_times(rows, repeats)
+        print(f"{rows:>4}   {steps}   {dispatch:>10.0f}{collect:>10.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

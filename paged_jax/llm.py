@@ -152,7 +152,8 @@ class LLM:
         open_ids, flying = set(requests), None
         try:
             while open_ids:
-                following = self.engine.dispatch(steps)
+                # The first is of one step: whoever waits sees soon that something comes.
+                following = self.engine.dispatch(1 if flying is None else steps)
                 updates = self.engine.collect(flying) if flying is not None else []
                 flying = following
                 self.engine.hold([u for u in updates if u.request_id not in requests])
@@ -266,7 +267,7 @@ def _engine_config(
     on_cpu = jax.default_backend() == "cpu"
     check_int("block_size", block_size, 1)
     running = (32 if on_cpu else 256) if max_num_seqs is None else check_int("max_num_seqs", max_num_seqs, 1)
-    budget = max(running, 256 if on_cpu else 2048) if max_num_batched_tokens is None else max_num_batched_tokens
+    budget = max(running, 128 if on_cpu else 2048) if max_num_batched_tokens is None else max_num_batched_tokens
     length = decoder.max_model_len if max_model_len is None else check_int("max_model_len", max_model_len, 2)
     if length > decoder.max_model_len:
         raise ConfigError(f"max_model_len={length}: the model was made for {decoder.max_model_len} at most")

@@ -18,7 +18,10 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 
 from paged_jax import LLM, SamplingParams  # noqa: E402
 
-BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, MAX_RUNNING = 16, 72, 512, 24
+BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, MAX_RUNNING = 16, 72, 512, 40
+# As many tokens a step as sequences: one width serves decoding and prefill, and half as much is compiled as with two. It suits
+# short prompts; long ones want a larger budget (LLM's default).
+TOKENS_A_STEP = MAX_RUNNING
 
 QUESTIONS = [
     ("What is the capital of France?", 32),
@@ -59,6 +62,7 @@ def main():
         num_blocks=NUM_BLOCKS,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=MAX_RUNNING,
+        max_num_batched_tokens=TOKENS_A_STEP,
     )
     print(f"model loaded after {time.perf_counter() - START:.1f} s; the first run compiles the engine\n")
     assert llm.tokenizer is not None

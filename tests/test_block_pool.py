@@ -162,7 +162,7 @@ def test_a_shared_block_is_queued_when_its_last_reference_goes():
 
 
 def test_touching_nothing_or_no_times_changes_nothing():
-    pool = remove(init_pool(SIZE), *range(2, 12))  # so many dead entries that a touch would compact first
+    pool = remove(init_pool(SIZE), *range(2, 13))  # so many dead entries that a touch would compact first
     assert same(pool, add(pool, []))
     assert same(pool, add(pool, [2, 3, 13], 0))
     assert not same(pool, add(pool, [13]))

@@ -66,9 +66,7 @@ def main():
     )
     print(f"model loaded after {time.perf_counter() - START:.1f} s; the first run compiles the engine\n")
     assert llm.tokenizer is not None
-    chats = [
-        llm.tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question, _ in QUESTIONS
-    ]
+    chats = [llm.tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question, _ in QUESTIONS]
     prompts = [llm.tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
     prompts += [llm.tokenizer.encode(text) for text, _ in BEGINNINGS]
     asked = [text for text, _ in QUESTIONS + BEGINNINGS]

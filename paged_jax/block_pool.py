@@ -224,7 +224,7 @@ def compact(pool: BlockPool) -> BlockPool:
 def free_queue(pool: BlockPool) -> list[int]:
     """The free blocks in the order in which they would be handed out. On the host; for inspection and tests."""
     pool = jax.device_get(pool)
-    positions = (pool.head + np.arange(pool.span)) % pool.ring.shape[0]
+    positions = (int(pool.head) + np.arange(int(pool.span))) % pool.ring.shape[0]
     ids = pool.ring[positions]
     return ids[pool.stamp[ids] == positions].tolist()
 

@@ -6,6 +6,7 @@ Every sample is a sequence row from the start, all in the waiting order; the loo
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -192,7 +193,9 @@ def _check_sizes(config: EngineConfig, sizes: CacheConfig, vocab_size: int, stop
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=5)
-def _generate(graphdef, config: EngineConfig, roomy: bool, stops, num_samples: int, cache, params, *arrays) -> Generated:
+def _generate(
+    graphdef, config: EngineConfig, roomy: bool, stops, num_samples: int, cache, params, *arrays
+) -> Generated:
     run = partial(_run, graphdef, config, roomy, stops, num_samples)
     mesh = _explicit_mesh(params)
     if mesh is None:
@@ -200,10 +203,11 @@ def _generate(graphdef, config: EngineConfig, roomy: bool, stops, num_samples: i
     # The bookkeeping gathers and scatters by data, which an explicit mesh would ask to annotate one by one. Inside, the
     # compiler decides; outside, a cache keeps the sharding that it came with and everything else is whole on each device.
     kept = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, cache)
-    whole = jax.sharding.PartitionSpec()
-    result = Generated(tokens=whole, lengths=whole, logprobs=whole, finish_reason=whole, stats=whole, cache=kept)  # type: ignore
+    whole: Any = jax.sharding.PartitionSpec()
+    result = Generated(tokens=whole, lengths=whole, logprobs=whole, finish_reason=whole, stats=whole, cache=kept)
     with jax.sharding.use_abstract_mesh(mesh):
-        return jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=result)(cache, params, *arrays)
+        in_mesh: Any = jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=result)
+        return in_mesh(cache, params, *arrays)
 
 
 def _explicit_mesh(params):

@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := -m pip install --quiet --disable-pip-version-check
 
 OLDEST := 0.11.2
-CORE_TESTS := tests/test_compiled.py tests/test_step.py tests/test_engine.py tests/test_state_machine.py
+CORE_TESTS := tests/test_compiled.py tests/test_compiled_checks.py tests/test_step.py tests/test_engine.py tests/test_cache_manager.py
 
 .PHONY: setup demo test test-fast test-oldest test-cuda-compile lint format bench clean
 

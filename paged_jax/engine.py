@@ -156,7 +156,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether a request is still owed an update."""
-        return bool(self._live)
+        return bool(self._live or self._held)
 
     def step(self) -> list[Update]:
         """One decoding step. Returns the news of each request that has some."""

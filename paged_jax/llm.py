@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from paged_jax.config import EngineConfig
@@ -76,12 +77,19 @@ class LLM:
         `sampling_params`: one for all, or one a prompt. Raises InvalidRequestError for a bad prompt given alone; in a list
         it warns, and that prompt's output says so in `error`, while the others are served.
         """
-        alone = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str | Sequence))
-        listed: list[Any] = [prompts] if alone or len(prompts) == 0 else list(prompts)
+        many = (Sequence, np.ndarray)
+        if not isinstance(prompts, many):
+            raise InvalidRequestError(f"prompts={prompts!r:.80}: a text, token ids, or a list of either is needed")
+        alone = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], many))
+        listed: list[Any] = [prompts] if alone else list(prompts)
         if isinstance(sampling_params, SamplingParams) or sampling_params is None:
             params = [sampling_params or SamplingParams()] * len(listed)
-        else:
+        elif isinstance(sampling_params, Sequence):
             params = list(sampling_params)
+        else:
+            raise InvalidRequestError(
+                f"sampling_params={sampling_params!r:.80}: SamplingParams, or a list of them, are needed"
+            )
         if len(params) != len(listed):
             raise InvalidRequestError(f"sampling_params: {len(params)} for {len(listed)} prompts; one, or one a prompt")
         return self._generate(listed, params, progress)

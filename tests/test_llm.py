@@ -1,0 +1,113 @@
+"""`LLM` on token ids: lists, single prompts, streams; what is wrong with one prompt is that prompt's own affair."""
+
+import numpy as np
+import pytest
+
+from paged_jax import LLM, ConfigError, InvalidRequestError, SamplingParams, check_integrity
+from toy_decoder import ToyDecoder, random_prompts
+
+MODEL = ToyDecoder(max_model_len=40)
+GREEDY = SamplingParams(temperature=0, max_tokens=9)
+SIZES = dict(block_size=4, num_blocks=30, max_num_seqs=4, max_num_batched_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(MODEL, **SIZES)
+
+
+def tokens_of(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_outputs_come_in_the_prompts_order_with_parameters_for_all_or_for_each(llm):
+    prompts = random_prompts(0, [3, 9, 1, 5, 7])
+    assert tokens_of(llm.generate(prompts, GREEDY, progress=False)) == [MODEL.continuation(p, 9) for p in prompts]
+    each = [SamplingParams(temperature=0, max_tokens=2 + i) for i in range(5)]
+    outputs = llm.generate([np.array(p) for p in prompts], each)
+    assert tokens_of(outputs) == [MODEL.continuation(p, 2 + i) for i, p in enumerate(prompts)]
+    first = outputs[0]
+    assert first.prompt is None and first.prompt_token_ids == prompts[0] and first.outputs[0].text is None
+    assert first.outputs[0].finish_reason == "length" and first.num_cached_tokens == 0
+    assert first.outputs[0].cumulative_logprob == pytest.approx(sum(first.outputs[0].logprobs))
+    assert first.metrics.arrival_time <= first.metrics.first_token_time <= first.metrics.finished_time
+    assert llm.generate([], GREEDY) == []
+
+
+def test_a_single_prompt_needs_no_list(llm):
+    (prompt,) = random_prompts(1, [6])
+    for given in (prompt, tuple(prompt), np.array(prompt), [prompt]):
+        assert tokens_of(llm.generate(given, GREEDY, progress=False)) == [MODEL.continuation(prompt, 9)]
+
+
+def test_a_bad_prompt_in_a_list_is_told_of_and_the_others_are_served(llm):
+    good = random_prompts(2, [3, 5])
+    with pytest.warns(UserWarning, match=r"prompts\[1\] is not served: prompt\[0\]=97"):
+        outputs = llm.generate([good[0], [97], good[1]], GREEDY, progress=False)
+    assert tokens_of([outputs[0], outputs[2]]) == [MODEL.continuation(p, 9) for p in good]
+    assert outputs[1].outputs == [] and "prompt[0]=97" in str(outputs[1].error)
+    with pytest.raises(InvalidRequestError, match=r"prompt\[0\]=97"):
+        llm.generate([97], GREEDY)
+    with pytest.raises(InvalidRequestError, match="no tokenizer"):
+        llm.generate("text", GREEDY)
+    with pytest.raises(InvalidRequestError, match="prompts=5"):
+        llm.generate(5, GREEDY)
+    with pytest.raises(InvalidRequestError, match=r"sampling_params=0\.5"):
+        llm.generate(good, 0.5)
+    with pytest.raises(InvalidRequestError, match="sampling_params: 1 for 2 prompts"):
+        llm.generate(good, [GREEDY])
+    assert not llm.engine.has_unfinished()
+
+
+def test_a_stream_gives_the_same_tokens_and_closing_it_leaves_nothing_behind(llm):
+    (prompt,) = random_prompts(3, [6])
+    deltas = list(llm.stream(prompt, GREEDY))
+    assert [token for delta in deltas for token in delta.token_ids] == MODEL.continuation(prompt, 9)
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
+    assert len(deltas) == 9
+    stream = llm.stream(prompt, SamplingParams(temperature=0, max_tokens=30))
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_unfinished()
+    assert int(llm.engine.state.cache.pool.num_free) == 29
+    assert check_integrity(llm.engine.state) == []
+
+
+def test_requests_of_the_engines_own_users_get_their_news(llm):
+    mine, theirs = random_prompts(4, [5, 4])
+    request_id = llm.engine.add_request(theirs, SamplingParams(temperature=0, max_tokens=3))
+    assert tokens_of(llm.generate(mine, GREEDY, progress=False)) == [MODEL.continuation(mine, 9)]
+    news = {update.request_id: update for update in llm.engine.run(1)}
+    assert news[request_id].token_ids == MODEL.continuation(theirs, 3)
+    assert news[request_id].finish_reason == "length"
+
+
+def test_stats_count_what_was_done(llm):
+    before = llm.stats()
+    (prompt,) = random_prompts(5, [6])
+    llm.generate(prompt, GREEDY, progress=False)
+    after = llm.stats()
+    assert after["generated_tokens"] - before["generated_tokens"] == 9
+    assert after["computed_tokens"] - before["computed_tokens"] == 6 + 8
+    assert 0 < after["waste"] < 1 and after["num_blocks"] == 30 and after["peak_blocks"] <= 29
+
+
+def test_a_seed_repeats_what_requests_without_one_of_their_own_draw():
+    prompts = random_prompts(6, [5, 5, 5])
+    params = SamplingParams(temperature=50.0, max_tokens=9)
+    draws = [tokens_of(LLM(MODEL, **SIZES, seed=seed).generate(prompts, params, progress=False)) for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dtype": "float32"}, "dtype='float32'"),
+        ({"max_model_len": 41}, "max_model_len=41: the model was made for 40"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "max_num_batched_tokens=4"),
+        ({"num_blocks": 1}, "num_blocks=1: must be at least 2"),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused_by_name(options, says):
+    with pytest.raises(ConfigError, match=says):
+        LLM(MODEL, **(SIZES | options))

@@ -111,7 +111,11 @@ def _allocate(config: CacheConfig, cache: PagedCache, rows, new, reserved_blocks
     target = tables.num_tokens[rows] + new
     need = missing_blocks(tables, rows, target, config.block_size)
     whole = missing_blocks(tables, rows, jnp.maximum(target, must_fit), config.block_size)
-    ok = (jnp.sum(whole) <= cache.pool.num_free - reserved_blocks) & jnp.all(target <= width * config.block_size)
+    ok = (
+        (jnp.sum(whole) <= cache.pool.num_free - reserved_blocks)
+        & jnp.all(new <= width * config.block_size - tables.num_tokens[rows])
+        & _are_rows(tables, rows)
+    )
     need = jnp.where(ok, need, 0)
     most = min(need.size * width, config.num_blocks)
     pool = block_pool.make_ready(cache.pool, jnp.sum(need), most)
@@ -123,7 +127,7 @@ def _allocate(config: CacheConfig, cache: PagedCache, rows, new, reserved_blocks
 def _fork(cache: PagedCache, parent, children):
     tables = cache.tables
     ok = jnp.all(tables.num_tokens[children] == 0) & jnp.all(tables.num_blocks[:, children] == 0)
-    ok = ok & jnp.all(children != parent)
+    ok = ok & jnp.all(children != parent) & _are_rows(tables, children) & _are_rows(tables, parent)
     shared, blocks = read_before_write(tables.blocks, (slice(None), parent))
     target = jnp.where(ok, children, tables.num_rows)
     times = jnp.where(ok, jnp.int32(children.shape[0]), 0)
@@ -133,6 +137,10 @@ def _fork(cache: PagedCache, parent, children):
         num_tokens=tables.num_tokens.at[target].set(tables.num_tokens[parent], mode="drop"),
     )
     return cache.replace(pool=block_pool.touch(cache.pool, shared.ravel(), times), tables=tables), ok
+
+
+def _are_rows(tables: BlockTables, rows) -> Bool[Array, ""]:
+    return jnp.all((rows >= 0) & (rows < tables.num_rows))
 
 
 @jax.jit

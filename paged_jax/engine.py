@@ -8,6 +8,7 @@ status, counts and the newest tokens of each row. The report's arrays are its ow
 """
 
 import collections
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -117,15 +118,27 @@ class Engine:
 
         Raises InvalidRequestError for a prompt or parameters that cannot be served, or an id that is in use.
         """
-        if request_id is None:
-            request_id = f"request-{self._count}"
+        while request_id is None:
+            name = f"request-{self._count}"
+            request_id, self._count = (None if self._is_known(name) else name), self._count + 1
         if not isinstance(request_id, str):
             raise InvalidRequestError(f"request_id={request_id!r}: a str is needed, got {type(request_id).__name__}")
-        if request_id in self._live:
+        if self._is_known(request_id):
             raise InvalidRequestError(
                 f"request_id={request_id!r}: is in use; ids must differ among unfinished requests"
             )
-        request = make_request(
+        request = self.check_request(prompt, sampling_params, request_id=request_id)
+        if request.params.seed is None:
+            request.seed = int(self._seeds.integers(2**32))
+        self._live[request_id] = request
+        self._queue.append(request)
+        return request_id
+
+    def check_request(
+        self, prompt: Sequence[int], sampling_params: SamplingParams | None = None, *, request_id: str = ""
+    ) -> Request:
+        """What `add_request` would queue; raises InvalidRequestError where that would, and changes nothing."""
+        return make_request(
             request_id,
             prompt,
             SamplingParams() if sampling_params is None else sampling_params,
@@ -133,12 +146,11 @@ class Engine:
             sizes=self.sizes,
             vocab_size=self.vocab_size,
             eos_token_ids=self.eos_token_ids,
-            seed=int(self._seeds.integers(2**32)),
+            seed=0,
         )
-        self._count += 1
-        self._live[request_id] = request
-        self._queue.append(request)
-        return request_id
+
+    def _is_known(self, request_id: str) -> bool:
+        return request_id in self._live or any(update.request_id == request_id for update in self._held)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state; its last update, with reason "abort", comes with the next. False if it is not known."""
@@ -147,6 +159,7 @@ class Engine:
             return False
         if request in self._queue:
             self._queue.remove(request)
+            del self._live[request_id]
             self._held.append(Update(request_id, [], [], "abort"))
             return True
         row = next(row for row, other in self._rows.items() if other is request)
@@ -169,22 +182,29 @@ class Engine:
         """
         max_steps = check_int("max_steps", max_steps, 1)
         merged: dict[str, Update] = {}
-        while max_steps > 0 and self.has_unfinished():
-            for update in self.collect(self.dispatch(max_steps)):
-                before = merged.get(update.request_id)
-                merged[update.request_id] = update if before is None else _join(before, update)
-            max_steps -= STEPS_PER_DISPATCH
+        try:
+            while max_steps > 0 and self.has_unfinished():
+                for update in self.collect(self.dispatch(max_steps)):
+                    before = merged.get(update.request_id)
+                    merged[update.request_id] = update if before is None else _join(before, update)
+                max_steps -= STEPS_PER_DISPATCH
+        except BaseException:
+            self._held = [*merged.values(), *self._held]
+            raise
         return list(merged.values())
 
     def dispatch(self, max_steps: int = STEPS_PER_DISPATCH) -> Dispatch:
         """Fill empty rows from the queue and start up to `max_steps` steps (32 at most), without waiting for them."""
         max_steps = min(max_steps, STEPS_PER_DISPATCH)
-        new: dict[int, Request] = {}
-        while self._queue and self._empty:
-            new[self._empty.pop(0)] = self._queue.popleft()
-        if new:
+        count = min(len(self._queue), len(self._empty))
+        if count:
+            new = dict(zip(self._empty[:count], itertools.islice(self._queue, count), strict=True))
+            rows = to_rows(new, self.config)
+            for _ in new:
+                self._queue.popleft()
+            self._empty = self._empty[count:]
             self._rows.update(new)
-            self.state = self.state.replace(seqs=self._jit_add(self.state.seqs, to_rows(new, self.config)))
+            self.state = self.state.replace(seqs=self._jit_add(self.state.seqs, rows))
         self.state, report = self._jit_run(self.params, self.state, np.int32(max_steps))
         return Dispatch(report, dict(self._rows), max_steps)
 
@@ -193,15 +213,13 @@ class Engine:
         report: Report = jax.device_get(dispatch.report)
         self.counters = report.counters
         updates, self._held = self._held, []
-        for update in updates:
-            if update.finish_reason is not None:
-                self._live.pop(update.request_id, None)
         for row, request in dispatch.requests.items():
             if self._live.get(request.request_id) is request:
                 update = self._read(report, row, request)
                 if update is not None:
                     updates.append(update)
         if report.steps < dispatch.max_steps and report.num_waiting > 0 and report.num_running == 0:
+            self._held = updates
             raise NoProgressError(
                 f"{report.num_waiting} requests wait, none runs, and the first needs more blocks than are free: are rows or "
                 "blocks of engine.state held by someone else?"
@@ -214,6 +232,8 @@ class Engine:
 
     def _read(self, report: Report, row: int, request: Request) -> Update | None:
         new = int(report.num_tokens[row]) - request.num_seen
+        if new < 0:  # a later report was read first, by someone else's iterator: nothing here is news
+            return None
         request.num_seen += new
         finished = report.status[row] == sequences.FINISHED
         if new == 0 and not finished:

@@ -99,6 +99,8 @@ def generate(
     batch = prompts.shape[0]
     if prompt_lens.shape != (batch,) or not jnp.issubdtype(prompt_lens.dtype, jnp.integer):
         raise ConfigError(f"prompt_lens: shape {prompt_lens.shape} of {prompt_lens.dtype}; int32 [{batch}] is needed")
+    # A narrow dtype could not be compared with the vocabulary.
+    prompts, prompt_lens = prompts.astype(jnp.int32), prompt_lens.astype(jnp.int32)
     num_samples = check_int("num_samples", num_samples, 1)
     limits = _limits(max_new_tokens, batch)
     stops = tuple(check_int("eos_ids, stop_ids", token, 0) for token in (*eos_ids, *stop_ids))

@@ -63,7 +63,6 @@ class LLM:
         self.tokenizer = tokenizer
         config = _engine_config(decoder, block_size, num_blocks, max_model_len, max_num_seqs, max_num_batched_tokens)
         self.engine = Engine(*nnx.split(decoder), config, seed=seed)
-        self._count = 0
 
     def generate(
         self,
@@ -92,7 +91,7 @@ class LLM:
             )
         if len(params) != len(listed):
             raise InvalidRequestError(f"sampling_params: {len(params)} for {len(listed)} prompts; one, or one a prompt")
-        return self._generate(listed, params, progress)
+        return self._generate(listed, params, progress, alone)
 
     def chat(
         self,
@@ -113,8 +112,8 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """The output of one prompt as it grows. Closing the iterator aborts the request."""
         _, tokens = self._encode(prompt)
-        request_id = self._add(tokens, sampling_params or SamplingParams())
-        return self._stream(request_id)
+        self.engine.check_request(tokens, sampling_params)
+        return self._stream(tokens, sampling_params)
 
     def stats(self) -> dict[str, float]:
         """What the engine did so far, as of the last dispatch that was read.
@@ -128,21 +127,25 @@ class LLM:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _generate(self, prompts: list[Any], params: list[SamplingParams], progress: bool) -> list[RequestOutput]:
-        jobs: dict[str, _Job] = {}
+    def _generate(
+        self, prompts: list[Any], params: list[SamplingParams], progress: bool, alone: bool
+    ) -> list[RequestOutput]:
+        ready: list[tuple[_Job, SamplingParams]] = []
         outputs: list[RequestOutput | None] = [None] * len(prompts)
         for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             text = prompt if isinstance(prompt, str) else None
             try:
                 text, tokens = self._encode(prompt)
-                request_id = self._add(tokens, one)
+                self.engine.check_request(tokens, one)
             except InvalidRequestError as error:
-                if len(prompts) == 1:
+                if alone:
                     raise
                 warnings.warn(f"prompts[{i}] is not served: {error}", stacklevel=3)
                 outputs[i] = RequestOutput(text, [], [], None, error=error)
                 continue
-            jobs[request_id] = _Job(i, text, tokens, self.tokenizer)
+            ready.append((_Job(i, text, tokens, self.tokenizer), one))
+        # All are checked before the first is queued: what goes wrong above leaves nothing behind.
+        jobs = {self.engine.add_request(job.prompt_tokens, one): job for job, one in ready}
         bar = _progress_bar(len(jobs)) if progress and jobs else None
         for update in self._updates(jobs):
             job = jobs[update.request_id]
@@ -162,8 +165,8 @@ class LLM:
             while open_ids:
                 # The first is of one step: whoever waits sees soon that something comes.
                 following = self.engine.dispatch(1 if flying is None else steps)
-                updates = self.engine.collect(flying) if flying is not None else []
-                flying = following
+                before, flying = flying, following
+                updates = self.engine.collect(before) if before is not None else []
                 self.engine.hold([u for u in updates if u.request_id not in requests])
                 for update in updates:
                     if update.request_id in requests:
@@ -179,7 +182,8 @@ class LLM:
             if open_ids:
                 self.engine.hold([u for u in self.engine.run(1) if u.request_id not in requests])
 
-    def _stream(self, request_id: str) -> Iterator[Delta]:
+    def _stream(self, tokens: list[int], params: SamplingParams | None) -> Iterator[Delta]:
+        request_id = self.engine.add_request(tokens, params)
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, continues=True)
         for update in self._updates({request_id: None}, steps=1):
             text = None
@@ -189,15 +193,15 @@ class LLM:
                     text += detokenizer.flush()
             yield Delta(text, update.token_ids, update.logprobs, update.finish_reason, update.stop_reason)
 
-    def _add(self, tokens: list[int], params: SamplingParams) -> str:
-        self._count += 1
-        return self.engine.add_request(tokens, params, request_id=f"llm-{self._count}")
-
     def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
         if not isinstance(prompt, str):
             return None, prompt
         if not prompt:
             raise InvalidRequestError("prompt='': at least one character is needed")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"prompt={prompt!r:.80}: is not valid Unicode: {error.reason}") from error
         return str(prompt), self._need_tokenizer().encode(prompt, add_special_tokens=not isinstance(prompt, _Text))
 
     def _need_tokenizer(self) -> Tokenizer:

@@ -115,7 +115,7 @@ def to_rows(requests: dict[int, Request], config: EngineConfig) -> NewSequences:
         ints["num_prompt_tokens"][i] = size
         ints["max_len"][i] = request.max_len
         ints["top_k"][i] = min(params.top_k, 2**31 - 1)
-        ints["min_len"][i] = size + params.min_tokens
+        ints["min_len"][i] = min(size + params.min_tokens, request.max_len)
         floats["temperature"][i] = 0 if params.is_greedy else params.temperature
         floats["top_p"][i] = params.top_p
         floats["min_p"][i] = params.min_p

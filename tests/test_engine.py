@@ -151,3 +151,37 @@ def test_calls_of_equal_shapes_trace_once(engine):
             engine.add_request(prompt, SamplingParams(max_tokens=4 + seed, top_k=seed, temperature=seed / 2))
         finish(engine, 3 + seed)
     assert engine._jit_run._cache_size() == 1 and engine._jit_add._cache_size() == 1
+
+
+def test_an_absurd_minimum_is_bounded_by_the_sequence(engine):
+    (good,) = random_prompts(8, [5])
+    a = engine.add_request(good, SamplingParams(temperature=0, max_tokens=4))
+    engine.add_request([1], SamplingParams(temperature=0, max_tokens=None, min_tokens=2**40))
+    tokens, last = finish(engine)
+    assert tokens[a] == MODEL.continuation(good, 4)
+    assert {update.finish_reason for update in last.values()} == {"length"}
+
+
+def test_abort_twice_ends_once(engine):
+    ids = [
+        engine.add_request([1, 2], SamplingParams(max_tokens=30)) for _ in range(8)
+    ]  # the last two stay in the queue
+    engine.run(1)
+    assert engine.abort(ids[-1]) and not engine.abort(ids[-1])
+    assert engine.abort(ids[0]) and engine.abort(ids[0])
+    _, last = finish(engine)
+    assert [last[i].finish_reason for i in ids] == ["abort", *["length"] * 6, "abort"]
+
+
+def test_ids_are_in_use_until_their_last_news_is_told_and_automatic_ones_step_aside(engine):
+    (prompt,) = random_prompts(9, [5])
+    engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=2), request_id="mine")
+    engine.hold(engine.run(32))  # as LLM.generate does with news that is not its own
+    with pytest.raises(InvalidRequestError, match="mine"):
+        engine.add_request(prompt, request_id="mine")
+    (update,) = engine.run(1)
+    assert update.request_id == "mine" and update.finish_reason == "length"
+    taken = f"request-{engine._count}"
+    engine.add_request(prompt, SamplingParams(max_tokens=1), request_id=taken)
+    assert engine.add_request(prompt, SamplingParams(max_tokens=1)) != taken
+    finish(engine)

@@ -111,3 +111,23 @@ def test_a_seed_repeats_what_requests_without_one_of_their_own_draw():
 def test_sizes_that_cannot_work_are_refused_by_name(options, says):
     with pytest.raises(ConfigError, match=says):
         LLM(MODEL, **(SIZES | options))
+
+
+def test_two_streams_side_by_side_give_each_its_own_tokens(llm):
+    prompts = random_prompts(7, [6, 4])
+    streams = [llm.stream(prompt, GREEDY) for prompt in prompts]
+    tokens = [[], []]
+    for deltas in zip(*streams, strict=False):
+        for mine, delta in zip(tokens, deltas, strict=True):
+            mine += delta.token_ids
+    for mine, stream in zip(tokens, streams, strict=True):
+        mine += [token for delta in stream for token in delta.token_ids]
+    assert tokens == [MODEL.continuation(prompt, 9) for prompt in prompts]
+    assert not llm.engine.has_unfinished()
+
+
+def test_a_stream_that_was_never_read_queued_nothing(llm):
+    llm.stream([1, 2], GREEDY).close()
+    assert not llm.engine.has_unfinished()
+    with pytest.raises(InvalidRequestError, match="97"):
+        llm.stream([97], GREEDY)

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 from paged_jax.errors import ConfigError
 
 
-def _require_int(name: str, value: object, least: int) -> None:
+def require_int(name: str, value: object, least: int) -> int:
+    """`value`, which must be an int of at least `least`. Raises ConfigError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name}={value!r}: an int is needed, got {type(value).__name__}")
     if value < least:
         raise ConfigError(f"{name}={value}: must be at least {least}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,15 @@ class CacheConfig:
 
     def __post_init__(self):
         for name in ("num_blocks", "max_rows", "max_blocks_per_row", "block_size", "num_kv_heads", "head_dim"):
-            _require_int(name, getattr(self, name), 1)
-        _require_int("num_layers", self.num_layers, 0)
+            require_int(name, getattr(self, name), 1)
+        require_int("num_layers", self.num_layers, 0)
         if not isinstance(self.windows, tuple) or not self.windows:
             raise ConfigError(
                 f"windows={self.windows!r}: a tuple with one entry (None or tokens) for each group is needed"
             )
         for window in self.windows:
             if window is not None:
-                _require_int("windows", window, 1)
+                require_int("windows", window, 1)
         try:
             object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
         except TypeError as error:
@@ -106,12 +108,12 @@ class EngineConfig:
 
     def __post_init__(self):
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_stop_ids"):
-            _require_int(name, getattr(self, name), 1)
-        _require_int("num_blocks", self.num_blocks, 2)
-        _require_int("max_model_len", self.max_model_len, 2)
+            require_int(name, getattr(self, name), 1)
+        require_int("num_blocks", self.num_blocks, 2)
+        require_int("max_model_len", self.max_model_len, 2)
         if self.num_rows is None:
             object.__setattr__(self, "num_rows", 2 * self.max_num_seqs)
-        _require_int("num_rows", self.num_rows, 1)
+        require_int("num_rows", self.num_rows, 1)
         if self.rows < self.max_num_seqs:
             raise ConfigError(f"num_rows={self.num_rows}: must be at least max_num_seqs={self.max_num_seqs}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -128,7 +130,7 @@ class EngineConfig:
         if not isinstance(widths, tuple) or not widths or list(widths) != sorted(set(widths)):
             raise ConfigError(f"widths={widths!r}: an ascending tuple of token counts is needed")
         for width in widths:
-            _require_int("widths", width, 1)
+            require_int("widths", width, 1)
         if widths[-1] != self.max_num_batched_tokens:
             raise ConfigError(
                 f"widths={widths!r}: the last must be max_num_batched_tokens={self.max_num_batched_tokens}"

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from paged_jax.config import EngineConfig
+from paged_jax.config import EngineConfig, require_int
 from paged_jax.engine import STEPS_PER_DISPATCH, Engine, Update
 from paged_jax.errors import ConfigError, InvalidRequestError
 from paged_jax.models import Detokenizer, Tokenizer, load_model
 from paged_jax.outputs import CompletionOutput, Delta, Metrics, RequestOutput
-from paged_jax.sampling_params import SamplingParams, check_int
+from paged_jax.sampling_params import SamplingParams
 
 CPU_CACHE_BYTES = 2**30
 GPU_CACHE_SHARE = 0.85  # of what the params leave free
@@ -277,14 +277,16 @@ def _engine_config(
 ) -> EngineConfig:
     """Sizes for what was not said."""
     on_cpu = jax.default_backend() == "cpu"
-    check_int("block_size", block_size, 1)
-    running = (32 if on_cpu else 256) if max_num_seqs is None else check_int("max_num_seqs", max_num_seqs, 1)
+    require_int("block_size", block_size, 1)
+    running = (32 if on_cpu else 256) if max_num_seqs is None else require_int("max_num_seqs", max_num_seqs, 1)
     budget = max(running, 128 if on_cpu else 2048) if max_num_batched_tokens is None else max_num_batched_tokens
-    length = decoder.max_model_len if max_model_len is None else check_int("max_model_len", max_model_len, 2)
+    length = decoder.max_model_len if max_model_len is None else require_int("max_model_len", max_model_len, 2)
     if length > decoder.max_model_len:
         raise ConfigError(f"max_model_len={length}: the model was made for {decoder.max_model_len} at most")
     groups = len(decoder.kv_groups)
-    if num_blocks is None:
+    if num_blocks is not None:
+        require_int("num_blocks", num_blocks, 2)
+    else:
         wanted = 1 + running * groups * -(-length // block_size)
         num_blocks = max(2, min(wanted, _cache_bytes() // _block_bytes(decoder, block_size)))
     if max_model_len is None:

@@ -318,3 +318,19 @@ def test_other_values_of_the_same_shapes_do_not_trace_again():
         cache, _ = free(FULL, cache, [k, k + 1, k + 2])
         sizes = sizes or [trace._cache_size() for trace in traces]
     assert [trace._cache_size() for trace in traces] == sizes
+
+
+def test_counts_that_would_overflow_and_traced_rows_outside_the_table_change_nothing():
+    config = CacheConfig(num_blocks=9, max_rows=3, max_blocks_per_row=4, block_size=4)
+    cache, _ = allocate_slots(config, init_cache(config), 0, 1)
+    allocate = jax.jit(lambda cache, row, count: allocate_slots(config, cache, row, count))
+    share = jax.jit(lambda cache, parent, child: fork(config, cache, parent, child))
+    for after, ok in (
+        allocate_slots(config, cache, 0, 2**31 - 1),
+        allocate(cache, 3, 4),
+        allocate(cache, -1, 4),
+        share(cache, 0, 3),
+        share(cache, 3, 1),
+    ):
+        assert not ok
+        assert all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True))

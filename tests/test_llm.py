@@ -106,6 +106,9 @@ def test_a_seed_repeats_what_requests_without_one_of_their_own_draw():
         ({"max_model_len": 41}, "max_model_len=41: the model was made for 40"),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "max_num_batched_tokens=4"),
         ({"num_blocks": 1}, "num_blocks=1: must be at least 2"),
+        ({"num_blocks": "64"}, "num_blocks='64'"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0: must be at least 1"),
+        ({"block_size": 0}, "block_size=0: must be at least 1"),
     ],
 )
 def test_sizes_that_cannot_work_are_refused_by_name(options, says):

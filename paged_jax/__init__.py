@@ -1,6 +1,6 @@
 """PagedAttention as pure JAX functions: block tables, scheduler and decoder in one jitted step."""
 
-from paged_jax.cache_manager import PagedCache, allocate_slots, fork, free, init_cache
+from paged_jax.cache_manager import PagedCache, init_cache
 from paged_jax.config import CacheConfig, EngineConfig
 from paged_jax.engine import Engine, Update
 from paged_jax.errors import (
@@ -11,6 +11,7 @@ from paged_jax.errors import (
     OutOfBlocksError,
     PagedJaxError,
 )
+from paged_jax.functional_core import allocate_slots, fork, free
 from paged_jax.generate import Generated, generate
 from paged_jax.integrity import check_integrity
 from paged_jax.llm import LLM

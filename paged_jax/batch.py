@@ -46,10 +46,12 @@ def build_batch(config: CacheConfig, tables: BlockTables, seqs: Sequences, take:
     owners, rank, valid = spread(take, width)
     positions = jnp.where(valid, computed[owners] + rank, 0)
     blocks = tables.blocks[:, rows]
+    # What was found in the cache is there already, in blocks that others may hold.
+    written = valid & (positions >= seqs.num_hit[rows[owners]])
     return Batch(
         tokens=jnp.where(valid, seqs.tokens[rows[owners], positions], 0),
         positions=positions,
-        slots=find_slots(blocks, owners, positions, valid, block_size=config.block_size, num_slots=config.num_slots),
+        slots=find_slots(blocks, owners, positions, written, block_size=config.block_size, num_slots=config.num_slots),
         block_tables=blocks,
         kv_lens=jnp.where(active, computed + take, 0),
         cu_q_lens=cu_q_lens,

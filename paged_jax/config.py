@@ -22,7 +22,8 @@ class CacheConfig:
     """Sizes of a paged KV cache.
 
     `windows` has one entry for each KV-cache group: None for full attention, else the sliding window in tokens.
-    `num_layers` counts page pairs: the layers of the largest group. 0 keeps the books without pages.
+    `num_layers` counts page pairs: the layers of the largest group. 0 keeps the books without pages. With `prefix_caching`
+    blocks whose content is known are found again (`prefix_directory`).
     """
 
     num_blocks: int
@@ -34,6 +35,7 @@ class CacheConfig:
     num_kv_heads: int = 1
     head_dim: int = 1
     dtype: str = "float32"
+    prefix_caching: bool = False
 
     def __post_init__(self):
         for name in ("num_blocks", "max_rows", "max_blocks_per_row", "block_size", "num_kv_heads", "head_dim"):
@@ -55,7 +57,14 @@ class CacheConfig:
 
     @classmethod
     def for_decoder(
-        cls, model, *, num_blocks: int, block_size: int = 16, max_rows: int = 1, max_blocks_per_row: int = 1
+        cls,
+        model,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        max_rows: int = 1,
+        max_blocks_per_row: int = 1,
+        prefix_caching: bool = False,
     ) -> Self:
         """What `model`, a `paged_jax.models.Decoder`, stores its K and V in."""
         return cls(
@@ -68,6 +77,7 @@ class CacheConfig:
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             dtype=model.dtype,
+            prefix_caching=prefix_caching,
         )
 
     @property
@@ -95,6 +105,7 @@ class EngineConfig:
         max_stop_ids: end-of-text and stop token ids that a request may have.
         widths: token counts T that a step is compiled for, ascending; a step takes the first that holds what it computes.
             None means a decode step of S tokens and a mixed one of the whole budget.
+        enable_prefix_caching: keep full blocks findable by their content, also after their request has ended.
     """
 
     num_blocks: int
@@ -105,6 +116,7 @@ class EngineConfig:
     block_size: int = 16
     max_stop_ids: int = 8
     widths: tuple[int, ...] | None = None
+    enable_prefix_caching: bool = False
 
     def __post_init__(self):
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_stop_ids"):
@@ -124,6 +136,8 @@ class EngineConfig:
         if self.widths is None:
             object.__setattr__(self, "widths", tuple(sorted({self.max_num_seqs, self.max_num_batched_tokens})))
         self._check_widths()
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(f"enable_prefix_caching={self.enable_prefix_caching!r}: a bool is needed")
 
     def _check_widths(self):
         widths = self.widths

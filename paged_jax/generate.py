@@ -15,7 +15,7 @@ from flax import nnx, struct
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from paged_jax import sequences, step
+from paged_jax import prefix_directory, sequences, step
 from paged_jax.block_table import init_tables
 from paged_jax.cache_manager import PagedCache
 from paged_jax.config import CacheConfig, EngineConfig
@@ -246,7 +246,7 @@ def _run(
     else:
         # Rows that the caller holds stay in the caller's tables; this run's rows have tables of their own.
         tables = init_tables(sizes.num_groups, sizes.max_rows, sizes.max_blocks_per_row)
-        state = step.init_state(config, sizes, cache.replace(tables=tables))
+        state = step.init_state(config, sizes, cache.replace(tables=tables, directory=None))
     new, valid = _rows(config, model.vocab_size, stops, num_samples, prompts, prompt_lens, key, limits, filters)
     state = state.replace(seqs=sequences.add(state.seqs, new))
     state, _ = step.run(model, config, sizes, state, jnp.int32(2**31 - 1))
@@ -267,8 +267,14 @@ def _run(
         logprobs=logprobs,
         finish_reason=jnp.where(valid, seqs.finish_reason, INVALID).reshape(shape),
         stats=state.counters,
-        cache=None if cache is None else state.cache.replace(tables=cache.tables),
+        cache=None if cache is None else _hand_on(state.cache, cache),
     )
+
+
+def _hand_on(after: PagedCache, before: PagedCache) -> PagedCache:
+    """The caller's rows as they were; what the directory knew may have been overwritten, so it knows nothing any more."""
+    directory = None if before.directory is None else prefix_directory.reset(before.directory)
+    return after.replace(tables=before.tables, directory=directory)
 
 
 def _rows(
@@ -302,6 +308,8 @@ def _rows(
         tokens=repeat(prompts.astype(jnp.int32)),
         num_prompt_tokens=lens,
         max_len=lens + repeat(jnp.asarray(limits)),
+        root=jnp.full_like(lens, -1),
+        parent=jnp.where(rows % num_samples == 0, config.rows, rows - rows % num_samples),
         sampling=sampling,
     )
     return new, valid

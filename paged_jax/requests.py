@@ -106,7 +106,7 @@ def to_rows(requests: dict[int, Request], config: EngineConfig) -> NewSequences:
     tokens = np.zeros((count, length), np.int32)
     ints = {name: np.zeros(count, np.int32) for name in ("num_prompt_tokens", "max_len", "top_k", "min_len")}
     floats = {name: np.zeros(count, np.float32) for name in ("temperature", "top_p", "min_p")}
-    seed = np.zeros(count, np.uint32)
+    seed, root, parent = np.zeros(count, np.uint32), np.full(count, -1, np.int32), np.full(count, count, np.int32)
     stop_ids = np.full((count, config.max_stop_ids), -1, np.int32)
     for i, (row, request) in enumerate(requests.items()):
         params, size = request.params, len(request.prompt)
@@ -121,7 +121,7 @@ def to_rows(requests: dict[int, Request], config: EngineConfig) -> NewSequences:
         floats["min_p"][i] = params.min_p
         seed[i] = request.seed & 0xFFFFFFFF
         stop_ids[i, : len(request.stop_ids)] = request.stop_ids
-    columns: dict[str, Any] = {"rows": rows, "tokens": tokens}
+    columns: dict[str, Any] = {"rows": rows, "tokens": tokens, "root": root, "parent": parent}
     columns |= {name: ints.pop(name) for name in ("num_prompt_tokens", "max_len")}
     parameters: dict[str, Any] = ints | floats | {"seed": seed, "stop_ids": stop_ids}
     return NewSequences(**columns, sampling=SamplingRows(**parameters))

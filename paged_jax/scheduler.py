@@ -1,15 +1,17 @@
 """Who runs in a step, and with which blocks.
 
 A step first plans what the running rows compute, in order, up to the token budget. Nearly always that is all. When it is not
-(a row has finished, blocks run short, a waiting row could start) the rare events run, in this order:
+(a row has finished, blocks run short or are written by two, a waiting row could start) the rare events run, in this order:
 
     release     the blocks of finished rows, in running order
     preempt     the last running row, until the others' blocks suffice; it goes to the head of the waiting order
+    copy        blocks for rows that write into shared ones
     admit       the head of the waiting order, one after another, each whole; stops at the first that does not fit;
-                not at all in a step that preempted
+                not at all in a step that preempted (`admission`)
 
 The order of events is vLLM's, but that a whole prompt is allocated when it is admitted: several half-computed prompts can
-then not starve each other.
+then not starve each other. Copies are settled before anyone is admitted: a row that starts by sharing blocks reads what their
+holders write in this very step, and must not make them write elsewhere.
 """
 
 import jax
@@ -17,34 +19,46 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from paged_jax import block_pool
-from paged_jax.arrays import ceil_div, once
-from paged_jax.block_pool import BlockPool
-from paged_jax.block_table import BlockTables, missing_blocks
-from paged_jax.cache_manager import admission_blocks, blocks_begun, grow, release_rows
+from paged_jax import block_pool, prefix_directory
+from paged_jax.admission import admit, may_admit
+from paged_jax.arrays import once
+from paged_jax.block_table import first_live_block, missing_blocks
+from paged_jax.cache_manager import (
+    PagedCache,
+    blocks_begun,
+    copies_needed,
+    copy_on_write,
+    release_rows,
+    shared_writes,
+)
 from paged_jax.config import CacheConfig
-from paged_jax.sequences import FINISHED, RUNNING, WAITING, Sequences, running_rows
+from paged_jax.kv_cache import BlockCopies, no_copies
+from paged_jax.sequences import FINISHED, WAITING, Sequences, running_rows
 
 
 class Schedule(struct.PyTreeNode):
     """What scheduling changes, and what it decides."""
 
-    pool: BlockPool
-    tables: BlockTables
+    cache: PagedCache  # without its pages
     seqs: Sequences
     take: Int[Array, "S"]  # tokens that each running place computes in this step
+    copies: BlockCopies  # pages to be copied before anything is written
     num_preempted: Int[Array, ""]  # in this step
+    queried: Int[Array, ""]  # prompt tokens of rows that started for the first time
+    hits: Int[Array, ""]  # how many of them were in the cache
 
 
-def schedule(config: CacheConfig, budget: int, pool: BlockPool, tables: BlockTables, seqs: Sequences) -> Schedule:
-    """Decide the step; afterwards the blocks that it needs are free and stand ready at the queue's head."""
-    plan = Schedule(pool, tables, seqs, plan_running(budget, seqs), jnp.zeros_like(seqs.num_running))
-    eventful = _is_eventful(config, budget, plan)
+def schedule(config: CacheConfig, most: int, cache: PagedCache, seqs: Sequences, budget: Int[Array, ""]) -> Schedule:
+    """Decide a step of up to `budget` tokens, `most` at most; afterwards its new blocks are free and stand ready at the queue's head."""
+    zero = jnp.zeros_like(seqs.num_running)
+    copies = no_copies(config.num_groups * seqs.max_running, zero)
+    plan = Schedule(cache.replace(kv=None), seqs, plan_running(budget, seqs), copies, zero, zero, zero)
+    eventful = _is_eventful(config, most, plan, budget)
     with jax.named_scope("events"):
-        return once(eventful, lambda p: _events(config, budget, p), plan)
+        return once(eventful, lambda p: _events(config, most, p, budget), plan)
 
 
-def plan_running(budget: int, seqs: Sequences) -> Int[Array, "S"]:
+def plan_running(budget: Int[Array, ""], seqs: Sequences) -> Int[Array, "S"]:
     """Tokens for each running place: what it has pending, first come first served, `budget` in all."""
     rows, active = running_rows(seqs)
     pending = jnp.where(active, seqs.num_tokens[rows] - seqs.num_computed[rows], 0)
@@ -52,10 +66,10 @@ def plan_running(budget: int, seqs: Sequences) -> Int[Array, "S"]:
     return jnp.clip(budget - before, 0, pending)
 
 
-def step_blocks(config: CacheConfig, tables: BlockTables, seqs: Sequences, take: Int[Array, "S"]) -> Int[Array, "G S"]:
+def step_blocks(config: CacheConfig, cache: PagedCache, seqs: Sequences, take: Int[Array, "S"]) -> Int[Array, "G S"]:
     """Blocks that each running place lacks to compute `take` tokens."""
     rows, _ = running_rows(seqs)
-    missing = missing_blocks(tables, rows, seqs.num_computed[rows] + take, config.block_size)
+    missing = missing_blocks(cache.tables, rows, seqs.num_computed[rows] + take, config.block_size)
     return jnp.where(take > 0, missing, 0)
 
 
@@ -69,51 +83,129 @@ def max_step_blocks(config: CacheConfig, width: int, max_running: int) -> int:
     return min(sum(rows if window is None else chunks for window in config.windows), config.num_blocks)
 
 
+def _writes(seqs: Sequences, take: Int[Array, "S"]) -> tuple[Array, Array, Array]:
+    """The running rows, the first position that each writes, and whether it writes at all: what was hit is not written again."""
+    rows, _ = running_rows(seqs)
+    computed = seqs.num_computed[rows]
+    first = jnp.maximum(computed, seqs.num_hit[rows])
+    return rows, first, computed + take > first
+
+
 def _finished(seqs: Sequences) -> Bool[Array, "S"]:
     rows, active = running_rows(seqs)
     return active & (seqs.status[rows] == FINISHED)
 
 
-def _is_eventful(config: CacheConfig, budget: int, plan: Schedule) -> Bool[Array, ""]:
-    need = jnp.sum(step_blocks(config, plan.tables, plan.seqs, plan.take))
-    width = max_step_blocks(config, budget, plan.seqs.max_running)
+def _is_eventful(config: CacheConfig, most: int, plan: Schedule, budget: Array) -> Bool[Array, ""]:
+    need = jnp.sum(step_blocks(config, plan.cache, plan.seqs, plan.take))
+    width = max_step_blocks(config, most, plan.seqs.max_running)
+    pool = plan.cache.pool
+    shared, _ = shared_writes(config, plan.cache, *_writes(plan.seqs, plan.take))
     return (
         jnp.any(_finished(plan.seqs))
-        | (need > plan.pool.num_free)
-        | ~block_pool.head_is_ready(plan.pool, need, width)
-        | _can_admit(config, budget, plan, need, jnp.sum(plan.take))
+        | jnp.any(shared)
+        | (need > pool.num_free)
+        | ~block_pool.head_is_ready(pool, need, width)
+        | _must_register(config, plan)
+        | may_admit(config, plan.cache, plan.seqs, plan.take, pool.num_free - need, budget, most)
     )
 
 
-def _events(config: CacheConfig, budget: int, plan: Schedule) -> Schedule:
-    pool, tables, seqs = release_finished(plan.pool, plan.tables, plan.seqs)
-    plan = Schedule(pool, tables, seqs, plan_running(budget, seqs), plan.num_preempted)
+def _must_register(config: CacheConfig, plan: Schedule) -> Bool[Array, ""]:
+    """Whether blocks that the directory does not know pass out of a window in this step."""
+    if plan.cache.directory is None or all(window is None for window in config.windows):
+        return jnp.zeros_like(plan.num_preempted, bool)
+    rows, _ = running_rows(plan.seqs)
+    after = plan.seqs.num_computed[rows] + plan.take
+    low = [first_live_block(after, window, config.block_size) for window in config.windows]
+    stopped = plan.cache.directory.last_id[rows] == prefix_directory.NO_ID
+    known = plan.cache.directory.num_registered[rows]
+    return jnp.any((plan.take > 0) & ~stopped & (jnp.stack(low) > known))
+
+
+def _events(config: CacheConfig, most: int, plan: Schedule, budget: Array) -> Schedule:
+    # What rows have computed becomes known before any of it is released; what they compute in this step, before anyone looks.
+    cache = register_running(config, _with_ids_left(plan.cache), plan.seqs, jnp.zeros_like(plan.take))
+    cache, seqs = release_finished(cache, plan.seqs)
+    plan = plan.replace(cache=cache, seqs=seqs, take=plan_running(budget, seqs))
 
     def is_short(plan):
-        return jnp.sum(step_blocks(config, plan.tables, plan.seqs, plan.take)) > plan.pool.num_free
+        return _needed(config, plan) > plan.cache.pool.num_free
 
     plan = jax.lax.while_loop(is_short, lambda p: _preempt_last(budget, p), plan)
-    need = jnp.sum(step_blocks(config, plan.tables, plan.seqs, plan.take))
+    plan = _copy(config, plan)
+    reserved = jnp.sum(step_blocks(config, plan.cache, plan.seqs, plan.take))
 
-    def may_admit(carry):
-        plan, taken = carry
-        return (plan.num_preempted == 0) & _can_admit(config, budget, plan, need, taken)
+    def can_go_on(carry):
+        plan, reserved, going = carry
+        free = plan.cache.pool.num_free - reserved
+        return going & may_admit(config, plan.cache, plan.seqs, plan.take, free, budget, most)
 
-    plan, _ = jax.lax.while_loop(may_admit, lambda c: _admit_first(config, budget, *c), (plan, jnp.sum(plan.take)))
-    take = plan_running(budget, plan.seqs)
-    need = jnp.sum(step_blocks(config, plan.tables, plan.seqs, take))
-    width = max_step_blocks(config, budget, plan.seqs.max_running)
-    return plan.replace(take=take, pool=block_pool.make_ready(plan.pool, need, width))
+    def admit_one(carry):
+        plan, reserved, _ = carry
+        cache = register_running(config, plan.cache, plan.seqs, plan.take)
+        left = budget - jnp.sum(plan.take)
+        cache, seqs, news = admit(config, cache, plan.seqs, left, reserved, most)
+        plan = plan.replace(
+            cache=cache,
+            seqs=seqs,
+            take=plan_running(budget, seqs),
+            queried=plan.queried + news.queried,
+            hits=plan.hits + news.hits,
+        )
+        return plan, reserved + news.reserved, news.admitted
+
+    start = (plan, reserved, plan.num_preempted == 0)
+    plan, _, _ = jax.lax.while_loop(can_go_on, admit_one, start)
+    cache = plan.cache
+    if any(window is not None for window in config.windows):  # a chunk may pass out of the window as it is computed
+        cache = register_running(config, cache, plan.seqs, plan.take)
+    need = jnp.sum(step_blocks(config, cache, plan.seqs, plan.take))
+    width = max_step_blocks(config, most, plan.seqs.max_running)
+    return plan.replace(cache=cache.replace(pool=block_pool.make_ready(cache.pool, need, width)))
 
 
-def release_finished(pool: BlockPool, tables: BlockTables, seqs: Sequences) -> tuple[BlockPool, BlockTables, Sequences]:
+def _needed(config: CacheConfig, plan: Schedule) -> Int[Array, ""]:
+    """Blocks that the running rows' step takes, copies included."""
+    copies = copies_needed(config, plan.cache, *_writes(plan.seqs, plan.take))
+    return jnp.sum(step_blocks(config, plan.cache, plan.seqs, plan.take)) + jnp.sum(copies, dtype=jnp.int32)
+
+
+def _copy(config: CacheConfig, plan: Schedule) -> Schedule:
+    """Take blocks for the copies; the pages are copied before the step writes."""
+    rows, first, writes = _writes(plan.seqs, plan.take)
+    copies = copies_needed(config, plan.cache, rows, first, writes)
+    pool = block_pool.make_ready(plan.cache.pool, jnp.sum(copies, dtype=jnp.int32), copies.size)
+    cache, pages = copy_on_write(config, plan.cache.replace(pool=pool), rows, first, copies)
+    return plan.replace(cache=cache, copies=pages)
+
+
+def register_running(config: CacheConfig, cache: PagedCache, seqs: Sequences, take: Int[Array, "S"]) -> PagedCache:
+    """Make the full blocks known that running rows have when `take` more tokens are computed."""
+    if cache.directory is None:
+        return cache
+    rows, active = running_rows(seqs)
+    full = (seqs.num_computed[rows] + take) // config.block_size
+    rows = jnp.where(active, rows, seqs.num_rows)
+    directory = prefix_directory.register(cache.directory, config.windows, cache.tables, seqs.tokens, rows, full)
+    return cache.replace(directory=directory)
+
+
+def _with_ids_left(cache: PagedCache) -> PagedCache:
+    if cache.directory is None:
+        return cache
+    is_late = cache.directory.next_id > prefix_directory.LAST_ID
+    return cache.replace(directory=once(is_late, prefix_directory.reset, cache.directory))
+
+
+def release_finished(cache: PagedCache, seqs: Sequences) -> tuple[PagedCache, Sequences]:
     """Give back the blocks of running rows that have finished, and close the gaps that they leave."""
     finished = _finished(seqs)
     rows, active = running_rows(seqs)
     gone, count = _gather(rows, finished, seqs.num_rows)
-    pool, tables, _ = release_rows(pool, tables, gone, count)
+    cache, _ = release_rows(cache, gone, count)
     running, num_running = _gather(rows, active & ~finished, seqs.num_rows)
-    return pool, tables, seqs.replace(running=running, num_running=num_running)
+    return cache, seqs.replace(running=running, num_running=num_running)
 
 
 def _gather(rows: Array, chosen: Array, padding: int) -> tuple[Array, Array]:
@@ -122,12 +214,12 @@ def _gather(rows: Array, chosen: Array, padding: int) -> tuple[Array, Array]:
     return jnp.full_like(rows, padding).at[place].set(rows, mode="drop"), jnp.sum(chosen, dtype=jnp.int32)
 
 
-def _preempt_last(budget: int, plan: Schedule) -> Schedule:
+def _preempt_last(budget: Array, plan: Schedule) -> Schedule:
     """Take the last running row's blocks back; it waits at the head and will be computed again from its first token."""
     seqs = plan.seqs
     last = seqs.num_running - 1
     row = seqs.running[last]
-    pool, tables, _ = release_rows(plan.pool, plan.tables, row[None], jnp.ones_like(last))
+    cache, _ = release_rows(plan.cache, row[None], jnp.ones_like(last))
     head = (seqs.waiting_head - 1) % seqs.num_rows
     seqs = seqs.replace(
         running=seqs.running.at[last].set(seqs.num_rows),
@@ -138,38 +230,6 @@ def _preempt_last(budget: int, plan: Schedule) -> Schedule:
         waiting_head=head,
         num_waiting=seqs.num_waiting + 1,
     )
-    return Schedule(pool, tables, seqs, plan_running(budget, seqs), plan.num_preempted + 1)
-
-
-def _can_admit(config: CacheConfig, budget: int, plan: Schedule, reserved: Array, taken: Array) -> Bool[Array, ""]:
-    """Whether the head of the waiting order may start, with `reserved` free blocks and `taken` tokens of the budget gone."""
-    seqs = plan.seqs
-    whole = admission_blocks(config, seqs.num_tokens[seqs.waiting[seqs.waiting_head]], budget)
-    return (
-        (seqs.num_waiting > 0)
-        & (seqs.num_running < seqs.max_running)
-        & (taken < budget)
-        & (whole <= plan.pool.num_free - reserved)
+    return plan.replace(
+        cache=cache, seqs=seqs, take=plan_running(budget, seqs), num_preempted=plan.num_preempted + 1
     )
-
-
-def _admit_first(config: CacheConfig, budget: int, plan: Schedule, taken: Array) -> tuple[Schedule, Array]:
-    """Start the head of the waiting order: all its blocks in full-attention groups, its first chunk's in the others."""
-    seqs = plan.seqs
-    row = seqs.waiting[seqs.waiting_head]
-    total = seqs.num_tokens[row]
-    chunk = jnp.minimum(total, budget - taken)
-    targets = [total if window is None else chunk for window in config.windows]
-    need = jnp.stack([ceil_div(target, config.block_size) for target in targets])[:, None]
-    most = min(config.num_groups * config.max_blocks_per_row, config.num_blocks)
-    pool = block_pool.make_ready(plan.pool, jnp.sum(need), most)
-    pool, tables = grow(pool, plan.tables, row[None], need, total[None], most)
-    seqs = seqs.replace(
-        running=seqs.running.at[seqs.num_running].set(row),
-        num_running=seqs.num_running + 1,
-        num_computed=seqs.num_computed.at[row].set(0),
-        status=seqs.status.at[row].set(RUNNING),
-        waiting_head=(seqs.waiting_head + 1) % seqs.num_rows,
-        num_waiting=seqs.num_waiting - 1,
-    )
-    return plan.replace(pool=pool, tables=tables, seqs=seqs), taken + chunk

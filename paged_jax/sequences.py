@@ -23,6 +23,10 @@ class Sequences(struct.PyTreeNode):
     num_prompt_tokens: Int[Array, "R"]
     num_tokens: Int[Array, "R"]  # prompt and output
     num_computed: Int[Array, "R"]  # tokens whose K and V are in the cache
+    num_hit: Int[Array, "R"]  # leading tokens that were in the cache when the row was last admitted: they are never written
+    num_cached: Int[Array, "R"]  # the same of its first admission, -1 before
+    root: Int[Array, "R"]  # what its content hangs on in the prefix directory, below 0: salt and weight version
+    parent: Int[Array, "R"]  # the row that computes this one's prompt, R for none
     max_len: Int[Array, "R"]  # number of tokens at which the row is finished
     status: Int[Array, "R"]
     finish_reason: Int[Array, "R"]
@@ -32,6 +36,8 @@ class Sequences(struct.PyTreeNode):
     waiting: Int[Array, "R"]
     waiting_head: Int[Array, ""]
     num_waiting: Int[Array, ""]
+    refused_row: Int[Array, ""]  # the head of the waiting order that last did not fit, R for none
+    refused_free: Int[Array, ""]  # and how many blocks were free then
 
     @property
     def num_rows(self) -> int:
@@ -60,6 +66,10 @@ def init_sequences(num_rows: int, max_len: int, max_running: int, max_stop_ids: 
         num_prompt_tokens=ints(),
         num_tokens=ints(),
         num_computed=ints(),
+        num_hit=ints(),
+        num_cached=ints(),
+        root=ints(),
+        parent=jnp.full(num_rows, num_rows, jnp.int32),
         max_len=ints(),
         status=ints(),
         finish_reason=ints(),
@@ -77,6 +87,8 @@ def init_sequences(num_rows: int, max_len: int, max_running: int, max_stop_ids: 
         waiting=ints(),
         waiting_head=jnp.int32(0),
         num_waiting=jnp.int32(0),
+        refused_row=jnp.int32(num_rows),
+        refused_free=jnp.int32(0),
     )
 
 
@@ -87,6 +99,8 @@ class NewSequences(struct.PyTreeNode):
     tokens: Int[Array, "k L"]
     num_prompt_tokens: Int[Array, "k"]
     max_len: Int[Array, "k"]
+    root: Int[Array, "k"]
+    parent: Int[Array, "k"]  # a row in front of it, whose prompt it shares; R for none
     sampling: SamplingRows
 
 
@@ -100,12 +114,19 @@ def add(seqs: Sequences, new: NewSequences) -> Sequences:
     valid = rows < seqs.num_rows
     rank = jnp.cumsum(valid, dtype=jnp.int32) - 1
     place = (seqs.waiting_head + seqs.num_waiting + rank) % seqs.num_rows
+    # Rows that would share what such a row held before must no longer look there.
+    taken = jnp.zeros(seqs.num_rows + 1, bool).at[rows].set(True, mode="drop").at[-1].set(False)
+    parent = jnp.where(taken[seqs.parent], seqs.num_rows, seqs.parent)
     sampling = {name: put(getattr(seqs.sampling, name), value) for name, value in vars(new.sampling).items()}
     return seqs.replace(
         tokens=put(seqs.tokens, new.tokens),
         num_prompt_tokens=put(seqs.num_prompt_tokens, new.num_prompt_tokens),
         num_tokens=put(seqs.num_tokens, new.num_prompt_tokens),
         num_computed=put(seqs.num_computed, 0),
+        num_hit=put(seqs.num_hit, 0),
+        num_cached=put(seqs.num_cached, -1),
+        root=put(seqs.root, new.root),
+        parent=put(parent, new.parent),
         max_len=put(seqs.max_len, new.max_len),
         status=put(seqs.status, WAITING),
         finish_reason=put(seqs.finish_reason, NOT_FINISHED),

@@ -1,6 +1,7 @@
 """The engine as a value, and one decoding step as a pure function of it.
 
-    schedule -> once for the first width that holds the step's tokens: grow tables, build batch, run decoder, sample, commit
+    schedule -> copy pages -> once for the first width that holds the step's tokens: grow tables, build batch, run decoder,
+    sample, commit
 
 Each part that writes pages is a loop of one trip or none (`arrays.once`), so that no page array is copied.
 """
@@ -16,14 +17,15 @@ from paged_jax.batch import Batch, build_batch
 from paged_jax.block_table import first_live_block
 from paged_jax.cache_manager import PagedCache, grow, init_cache, release_below_window
 from paged_jax.config import CacheConfig, EngineConfig
-from paged_jax.scheduler import max_step_blocks, release_finished, schedule, step_blocks
+from paged_jax.kv_cache import copy_pages
+from paged_jax.scheduler import max_step_blocks, schedule, step_blocks
 from paged_jax.sequences import FINISHED, Sequences, append, init_sequences, running_rows
 
 
 class Counters(struct.PyTreeNode):
     """What happened since the state was made. Few arrays, because each is a kernel in every step."""
 
-    totals: Int[Array, "4"]
+    totals: Int[Array, "7"]
     peaks: Int[Array, "2"]
     sums: Float[Array, "2"]
 
@@ -31,6 +33,9 @@ class Counters(struct.PyTreeNode):
     preemptions = property(lambda self: self.totals[1])
     computed_tokens = property(lambda self: self.totals[2])
     generated_tokens = property(lambda self: self.totals[3])
+    queried_tokens = property(lambda self: self.totals[4], doc="Prompt tokens of sequences that started.")
+    hit_tokens = property(lambda self: self.totals[5], doc="How many of them were found in the cache.")
+    copied_blocks = property(lambda self: self.totals[6], doc="Blocks copied because a sequence wrote into a shared one.")
     peak_blocks = property(lambda self: self.peaks[0], doc="Most blocks in use in one step.")
     peak_running = property(lambda self: self.peaks[1], doc="Most sequences running in one step.")
     block_steps = property(lambda self: self.sums[0], doc="Blocks in use, summed over steps.")
@@ -58,6 +63,7 @@ def cache_config(config: EngineConfig, model) -> CacheConfig:
         block_size=config.block_size,
         max_rows=config.rows,
         max_blocks_per_row=config.max_blocks_per_row,
+        prefix_caching=config.enable_prefix_caching,
     )
 
 
@@ -66,24 +72,28 @@ def init_state(config: EngineConfig, sizes: CacheConfig, cache: PagedCache | Non
     return EngineState(
         cache=init_cache(sizes) if cache is None else cache,
         seqs=init_sequences(config.rows, config.max_model_len, config.max_num_seqs, config.max_stop_ids),
-        counters=Counters(jnp.zeros(4, jnp.int32), jnp.zeros(2, jnp.int32), jnp.zeros(2)),
+        counters=Counters(jnp.zeros(7, jnp.int32), jnp.zeros(2, jnp.int32), jnp.zeros(2)),
     )
 
 
-def step(model, config: EngineConfig, sizes: CacheConfig, state: EngineState) -> tuple[EngineState, Bool[Array, ""]]:
-    """One step: schedule, then compute up to the token budget. Returns whether anything was computed.
+def step(
+    model, config: EngineConfig, sizes: CacheConfig, state: EngineState, budget: Int[Array, ""] | None = None
+) -> tuple[EngineState, Bool[Array, ""]]:
+    """One step: schedule, then compute up to `budget` tokens, the config's where None. Returns whether anything was computed.
 
-    `model` is a decoder (`paged_jax.models.Decoder`) whose params may be traced.
+    `model` is a decoder (`paged_jax.models.Decoder`) whose params may be traced. With a budget of 0 nothing is computed, but
+    what has finished is released.
     """
-    cache = state.cache
+    most = config.max_num_batched_tokens
+    budget = jnp.full_like(state.seqs.num_running, most) if budget is None else budget
     with jax.named_scope("schedule"):
-        plan = schedule(sizes, config.max_num_batched_tokens, cache.pool, cache.tables, state.seqs)
+        plan = schedule(sizes, most, state.cache, state.seqs, budget)
         total = jnp.sum(plan.take)
-    state = EngineState(
-        cache=PagedCache(plan.pool, plan.tables, cache.kv),
-        seqs=plan.seqs,
-        counters=state.counters.replace(totals=state.counters.totals.at[1].add(plan.num_preempted)),
-    )
+    with jax.named_scope("copy"):
+        kv = copy_pages(state.cache.kv, plan.copies)
+    news = jnp.stack([plan.num_preempted, plan.queried, plan.hits, plan.copies.count])
+    totals = state.counters.totals.at[jnp.asarray([1, 4, 5, 6])].add(news)
+    state = EngineState(plan.cache.replace(kv=kv), plan.seqs, state.counters.replace(totals=totals))
     least = jnp.zeros_like(total)
     assert config.widths is not None  # set when made
     for width in config.widths:
@@ -98,13 +108,13 @@ def _compute(model, sizes: CacheConfig, state: EngineState, take: Int[Array, "S"
     cache, seqs = state.cache, state.seqs
     rows, _ = running_rows(seqs)
     with jax.named_scope("grow"):
-        need = step_blocks(sizes, cache.tables, seqs, take)
+        need = step_blocks(sizes, cache, seqs, take)
         active_rows = jnp.where(take > 0, rows, seqs.num_rows)[:width]
         asked = (seqs.num_computed[rows] + take)[:width]
         most = max_step_blocks(sizes, width, seqs.max_running)
-        pool, tables = grow(cache.pool, cache.tables, active_rows, need[:, :width], asked, most)
+        books = grow(cache.replace(kv=None), active_rows, need[:, :width], asked, most)
     with jax.named_scope("batch"):
-        batch = build_batch(sizes, tables, seqs, take, width)
+        batch = build_batch(sizes, books.tables, seqs, take, width)
     with jax.named_scope("decoder"):
         hidden, k_pages, v_pages = model(batch.tokens, batch, cache.kv.k_pages, cache.kv.v_pages)
         logits = model.logits(hidden[batch.last_tokens])
@@ -113,19 +123,18 @@ def _compute(model, sizes: CacheConfig, state: EngineState, take: Int[Array, "S"
         tokens, logprobs = sampling.sample(logits, rows_sampling, seqs.num_tokens[batch.rows], batch.samples)
 
     with jax.named_scope("commit"):
-        counters = _count(sizes, state.counters, pool, seqs, batch, jnp.sum(take))
-        pool, tables, seqs = _commit(sizes, pool, tables, seqs, batch, take[:width], tokens, logprobs, width)
+        counters = _count(sizes, state.counters, books.pool, seqs, batch, jnp.sum(take))
+        books, seqs = _commit(sizes, books, seqs, batch, take[:width], tokens, logprobs, width)
     kv = cache.kv.replace(k_pages=k_pages, v_pages=v_pages)
-    return EngineState(PagedCache(pool, tables, kv), seqs, counters)
+    return EngineState(books.replace(kv=kv), seqs, counters)
 
 
-def _commit(sizes, pool, tables, seqs: Sequences, batch: Batch, take, tokens, logprobs, width: int):
+def _commit(sizes, books: PagedCache, seqs: Sequences, batch: Batch, take, tokens, logprobs, width: int):
     rows = jnp.where(take > 0, batch.rows, seqs.num_rows)
     before = seqs.num_computed[batch.rows]
     seqs = append(seqs, batch.rows, tokens, logprobs, batch.samples)
     seqs = seqs.replace(num_computed=seqs.num_computed.at[rows].add(take, mode="drop"))
-    pool, tables = release_below_window(sizes, pool, tables, rows, before, before + take, width)
-    return pool, tables, seqs
+    return release_below_window(sizes, books, rows, before, before + take, width), seqs
 
 
 def _count(sizes: CacheConfig, counters: Counters, pool, seqs: Sequences, batch: Batch, total) -> Counters:
@@ -136,7 +145,9 @@ def _count(sizes: CacheConfig, counters: Counters, pool, seqs: Sequences, batch:
     filled = sum(jnp.sum(jnp.where(active, batch.kv_lens - skipped, 0)) for skipped in passed)
     one = jnp.ones_like(in_use)
     return Counters(
-        totals=counters.totals + jnp.stack([one, 0 * one, total, jnp.sum(batch.samples, dtype=jnp.int32)]),
+        totals=counters.totals.at[jnp.asarray([0, 2, 3])].add(
+            jnp.stack([one, total, jnp.sum(batch.samples, dtype=jnp.int32)])
+        ),
         peaks=jnp.maximum(counters.peaks, jnp.stack([in_use, batch.num_seqs])),
         sums=counters.sums + jnp.stack([in_use.astype(jnp.float32), filled / sizes.block_size]),
     )
@@ -145,26 +156,27 @@ def _count(sizes: CacheConfig, counters: Counters, pool, seqs: Sequences, batch:
 def run(
     model, config: EngineConfig, sizes: CacheConfig, state: EngineState, max_steps: Int[Array, ""]
 ) -> tuple[EngineState, Int[Array, ""]]:
-    """Steps until `max_steps` are done, nothing is left to do or no progress is made; then gives finished rows' blocks back.
+    """Steps until `max_steps` are done, nothing is left to do or no progress is made; finished rows' blocks are given back.
 
     Returns the number of steps made. One program, no host in the loop.
     """
+    most = jnp.full_like(state.seqs.num_running, config.max_num_batched_tokens)
 
     def is_busy(carry):
         state, done, progress = carry
-        return progress & (done < max_steps) & has_unfinished(state.seqs)
+        rows, active = running_rows(state.seqs)
+        finished = jnp.any(active & (state.seqs.status[rows] == FINISHED))
+        return progress & (((done < max_steps) & has_unfinished(state.seqs)) | finished)
 
     def advance(carry):
         state, done, _ = carry
-        state, progress = step(model, config, sizes, state)
+        state, progress = step(model, config, sizes, state, jnp.where(done < max_steps, most, 0))
         return state, done + progress, progress
 
     start = (state, jnp.zeros_like(max_steps), jnp.ones_like(max_steps, bool))
     with jax.named_scope("steps"):
         state, done, _ = jax.lax.while_loop(is_busy, advance, start)
-    cache = state.cache
-    pool, tables, seqs = release_finished(cache.pool, cache.tables, state.seqs)
-    return state.replace(cache=cache.replace(pool=pool, tables=tables), seqs=seqs), done
+    return state, done
 
 
 def has_unfinished(seqs: Sequences) -> Bool[Array, ""]:

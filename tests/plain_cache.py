@@ -64,11 +64,40 @@ class PlainCache:
         """All rows or none."""
         targets = [self.num_tokens[row] + count for row, count in zip(rows, new, strict=True)]
         whole = sum(sum(self.missing(row, max(target, must_fit))) for row, target in zip(rows, targets, strict=True))
+        writes = [(row, self.num_tokens[row]) for row in rows]
+        whole += self.count_copies(writes)
         if whole > len(self.pool.queue) - reserved or max(targets) > self.max_blocks * self.block_size:
             return False
+        self.copy_on_write(writes)
         for row, target in zip(rows, targets, strict=True):
             self.grow(row, self.missing(row, target), target)
         return True
+
+    def shared_by(self, row, position):
+        """The group tables in which the block of a position is there and shared."""
+        column = position // self.block_size
+        return [t[row] for t in self.tables if column < len(t[row]) and self.pool.ref_count[t[row][column]] > 1]
+
+    def copy_on_write(self, writes):
+        """Each row that writes to a position of a shared block gets another block, one row after another. Returns the copies."""
+        copies = []
+        for row, position in writes:
+            for table in self.shared_by(row, position):
+                column = position // self.block_size
+                old, (new,) = table[column], self.pool.pop(1)
+                self.pool.ref_count[old] -= 1
+                table[column] = new
+                copies.append((old, new))
+        return copies
+
+    def count_copies(self, writes):
+        """Of k writers of a block with r references all copy if r > k, all but the last if r = k."""
+        writers = {}
+        for row, position in writes:
+            for table in self.shared_by(row, position):
+                block = table[position // self.block_size]
+                writers[block] = writers.get(block, 0) + 1
+        return sum(count - (self.pool.ref_count[block] == count) for block, count in writers.items())
 
     def is_empty(self, row):
         return self.num_tokens[row] == 0 and not any(table[row] for table in self.tables)

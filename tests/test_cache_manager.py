@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax import allocate_slots, cache_manager, check_integrity, fork, free, init_cache
+from paged_jax import allocate_slots, cache_manager, check_integrity, fork, free, functional_core, init_cache
 from paged_jax.block_pool import free_queue
 from paged_jax.block_table import first_live_block
 from paged_jax.config import CacheConfig
@@ -238,8 +238,7 @@ def test_blocks_below_the_window_become_null_and_are_queued_last_first():
 
     def slide(cache, before, after):
         rows = np.asarray([1, 2])  # row 2 is padding
-        pool, tables = release(cache.pool, cache.tables, rows, np.asarray([before, 0]), np.asarray([after, 0]))
-        return cache.replace(pool=pool, tables=tables)
+        return release(cache, rows, np.asarray([before, 0]), np.asarray([after, 0]))
 
     seen = []
     for before, after in ((0, 4), (4, 5), (5, 6), (6, 7), (7, 11)):
@@ -261,10 +260,9 @@ def test_blocks_below_the_window_become_null_and_are_queued_last_first():
 def test_full_attention_keeps_what_a_window_beside_it_passes():
     cache = give(BOTH, init_cache(BOTH), 0, 14)
     rows, before, after = (np.asarray([n]) for n in (0, 0, 14))
-    pool, tables = cache_manager.release_below_window(BOTH, cache.pool, cache.tables, rows, before, after, 14)
-    cache = cache.replace(pool=pool, tables=tables)
+    cache = cache_manager.release_below_window(BOTH, cache, rows, before, after, 14)
     assert [table(cache, 0, g) for g in (0, 1)] == [[1, 2, 3, 4], [0, 0, 7, 8]]
-    assert free_queue(pool)[:2] == [6, 5] and check_integrity(cache, block_size=4) == []
+    assert free_queue(cache.pool)[:2] == [6, 5] and check_integrity(cache, block_size=4) == []
 
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(1, 2), (4, 2), (12, 6), (13, 8), (20, 9), (32, 12)])
@@ -310,7 +308,7 @@ def test_a_repeated_traced_row_is_freed_once_and_padding_not_at_all():
 
 
 def test_other_values_of_the_same_shapes_do_not_trace_again():
-    traces = cache_manager._allocate, cache_manager._fork, cache_manager._free
+    traces = functional_core._allocate, functional_core._fork, functional_core._free
     cache, sizes = init_cache(FULL), None
     for k in range(4):
         cache = give(FULL, cache, [k, k + 1], [1 + k, 2], reserved_blocks=k % 2, must_fit_tokens=k)

@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -80,13 +81,13 @@ def scheduled(lengths, *, budget, max_running):
     }
     state = step.init_state(config, sizes)
     seqs = jax.jit(sequences.add)(state.seqs, to_rows(requests, config))
-    plan = jax.jit(partial(scheduler.schedule, sizes, budget))(state.cache.pool, state.cache.tables, seqs)
+    plan = jax.jit(partial(scheduler.schedule, sizes, budget))(state.cache, seqs, jnp.int32(budget))
     count = int(plan.seqs.num_running)
     rows = plan.seqs.running[:count]
     return (
         rows.tolist(),
         plan.take[:count].tolist(),
-        plan.tables.num_blocks[0, rows].tolist(),
+        plan.cache.tables.num_blocks[0, rows].tolist(),
         int(plan.seqs.num_waiting),
     )
 

@@ -53,8 +53,7 @@ def _adopt(cache, row, blocks):
 
 def _slide(config, cache, rows, before, after):
     most = ROWS * MAX_BLOCKS * BLOCK_SIZE
-    pool, tables = cache_manager.release_below_window(config, cache.pool, cache.tables, rows, before, after, most)
-    return cache.replace(pool=pool, tables=tables), jnp.bool(True)
+    return cache_manager.release_below_window(config, cache, rows, before, after, most), jnp.bool(True)
 
 
 @memoize

@@ -24,7 +24,10 @@ def greedy_rows(prompts, num_rows, max_len, new_tokens):
     sampling = SamplingRows(
         floats, ints, floats + 1, floats, jnp.zeros(k, jnp.uint32), ints, jnp.full((k, 8), -1, jnp.int32)
     )
-    return sequences.NewSequences(jnp.arange(k), jnp.asarray(tokens), lengths, lengths + new_tokens, sampling)
+    nobody = jnp.full(k, num_rows)
+    return sequences.NewSequences(
+        jnp.arange(k), jnp.asarray(tokens), lengths, lengths + new_tokens, ints - 1, nobody, sampling
+    )
 
 
 @pytest.mark.parametrize("windows", [(None,), (5,), (None, 5)])

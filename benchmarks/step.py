@@ -20,7 +20,7 @@ from paged_jax import SamplingParams, sequences, step
 from paged_jax.config import EngineConfig
 from paged_jax.engine import Engine
 from paged_jax.models.interface import KVGroup
-from paged_jax.requests import make_request, to_rows
+from paged_jax.requests import Output, make_request, to_rows
 
 ROWS = (16, 64, 256)
 BLOCKS = (4096, 131_072, 1_048_576)
@@ -54,7 +54,7 @@ def decoding(rows: int, num_blocks: int, windows):
     sizes = step.cache_config(config, model)
     make = partial(make_request, config=config, sizes=sizes, vocab_size=8, eos_token_ids=(), seed=0)
     params = SamplingParams(temperature=0, max_tokens=min(MAX_LEN // 2, num_blocks * 8))
-    requests = {row: make(str(row), [1] * (1 + row * 7 % 16), params) for row in range(rows)}
+    requests = {row: Output(make(str(row), [1] * (1 + row * 7 % 16), params), 0) for row in range(rows)}
     state = step.init_state(config, sizes)
     state = state.replace(seqs=sequences.add(state.seqs, to_rows(requests, config)))
     run = jax.jit(partial(step.run, model, config, sizes), donate_argnums=0)

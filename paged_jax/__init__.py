@@ -16,10 +16,11 @@ from paged_jax.generate import Generated, generate
 from paged_jax.integrity import check_integrity
 from paged_jax.llm import LLM
 from paged_jax.outputs import CompletionOutput, Delta, Metrics, RequestOutput
-from paged_jax.sampling_params import SamplingParams
+from paged_jax.sampling_params import BeamSearchParams, SamplingParams
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CacheConfig",
     "CompletionOutput",
     "ConfigError",

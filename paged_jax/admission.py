@@ -42,7 +42,13 @@ class Start(NamedTuple):
 
 
 def may_admit(
-    config: CacheConfig, cache: PagedCache, seqs: Sequences, take: Int[Array, "S"], free: Array, budget: Array, most: int
+    config: CacheConfig,
+    cache: PagedCache,
+    seqs: Sequences,
+    take: Int[Array, "S"],
+    free: Array,
+    budget: Array,
+    most: int,
 ) -> Bool[Array, ""]:
     """Whether an attempt to admit the head is worth making, with `free` blocks that no running row needs. Cheap: every step asks.
 
@@ -53,10 +59,10 @@ def may_admit(
     parent, place = _parent(seqs, row)
     soon = seqs.num_computed[parent] + jnp.sum(jnp.where(seqs.running == parent, take, 0))
     ready = (place == seqs.num_rows) | (soon >= seqs.num_prompt_tokens[row])
-    whole = admission_blocks(config, seqs.num_tokens[row], most)
+    whole, width, follows = _unit(config, seqs, row, most)
     fits = (whole <= free) | (row != seqs.refused_row) | (free > seqs.refused_free)
-    has_room = (seqs.num_waiting > 0) & (seqs.num_running < seqs.max_running)
-    return has_room & (jnp.sum(take) < budget) & ready & fits
+    has_room = (seqs.num_waiting > 0) & (seqs.num_running + width <= seqs.max_running)
+    return has_room & ((jnp.sum(take) < budget) | follows) & ready & fits
 
 
 def admit(
@@ -67,7 +73,7 @@ def admit(
     row = seqs.waiting[seqs.waiting_head]
     total = seqs.num_tokens[row]
     start, is_fork = _find_start(config, cache, seqs, row)
-    computed = jnp.minimum(start.num_tokens, total - 1)
+    computed = jnp.clip(start.num_tokens, 0, jnp.maximum(total - 1, 0))
     chunk = jnp.minimum(total - computed, left)
 
     shared = jnp.sum(start.blocks != 0, axis=1, dtype=jnp.int32)
@@ -75,7 +81,7 @@ def admit(
     # A partly filled shared block is copied when it is written, in the next step.
     copies = jnp.where(start.num_tokens % config.block_size != 0, jnp.int32(config.num_groups), 0)
     free = cache.pool.num_free - reserved
-    whole = admission_blocks(config, total, most)
+    whole, _, follows = _unit(config, seqs, row, most)
     fits = whole - jnp.sum(shared) + waking + copies <= free
 
     targets = [total if window is None else computed + chunk for window in config.windows]
@@ -92,7 +98,8 @@ def admit(
         cache = cache.replace(directory=directory)
 
     is_first = fits & (seqs.num_cached[row] < 0)
-    hits = jnp.where(is_first & ~is_fork, start.num_tokens, 0)
+    counts = is_first & ~is_fork & ~follows
+    hits = jnp.where(counts, start.num_tokens, 0)
     seqs = seqs.replace(
         running=seqs.running.at[jnp.where(fits, seqs.num_running, seqs.max_running)].set(row, mode="drop"),
         num_running=seqs.num_running + fits,
@@ -105,8 +112,27 @@ def admit(
         refused_row=jnp.where(fits, seqs.num_rows, row),
         refused_free=free,
     )
-    queried = jnp.where(is_first & ~is_fork, seqs.num_prompt_tokens[row], 0)
+    queried = jnp.where(counts, seqs.num_prompt_tokens[row], 0)
     return cache, seqs, News(fits, jnp.where(fits, copies, 0), queried, hits)
+
+
+def _unit(config: CacheConfig, seqs: Sequences, row: Array, most: int) -> tuple[Array, Array, Array]:
+    """What starts with the row: blocks that must be free, places, and whether the row only follows the leader of its beam group.
+
+    A group is admitted with its leader: the rows behind it then find their places and blocks.
+    """
+    whole = admission_blocks(config, seqs.num_tokens[row], most)
+    one = jnp.ones_like(whole)
+    beams = seqs.beams
+    if beams is None:
+        return whole, one, one == 0
+    leads, follows = beams.leader[row] == row, (beams.leader[row] != row) & (beams.leader[row] < seqs.num_rows)
+    members = beams.members[row]
+    inside = members < seqs.num_rows
+    lengths = jnp.where(inside, seqs.num_tokens[jnp.minimum(members, seqs.num_rows - 1)], 0)
+    group = jnp.sum(jnp.where(lengths > 0, admission_blocks(config, lengths, most), 0))
+    width = jnp.sum(inside, dtype=jnp.int32)
+    return jnp.where(leads, group, whole), jnp.where(leads, width, one), follows
 
 
 def _parent(seqs: Sequences, row: Array) -> tuple[Array, Array]:
@@ -123,7 +149,7 @@ def _find_start(config: CacheConfig, cache: PagedCache, seqs: Sequences, row: Ar
     total, columns = seqs.num_tokens[row], config.max_blocks_per_row
     column = jnp.arange(columns, dtype=jnp.int32)
     parent, place = _parent(seqs, row)
-    last = total - 1  # what is computed at least
+    last = jnp.maximum(total - 1, 0)  # what is computed at least
     low = jnp.stack([first_live_block(last, window, config.block_size) for window in config.windows])
     passed = [first_live_block(seqs.num_computed[parent], window, config.block_size) for window in config.windows]
     is_fork = (place < seqs.num_rows) & jnp.all(jnp.stack(passed) <= low)
@@ -161,7 +187,7 @@ def _usable(config: CacheConfig, prefix: prefix_directory.Prefix, total: Array) 
     """
     columns = prefix.ids.shape[0]
     counts = jnp.arange(columns + 1, dtype=jnp.int32)
-    computed = jnp.minimum(counts * config.block_size, total - 1)
+    computed = jnp.clip(counts * config.block_size, 0, jnp.maximum(total - 1, 0))
     low = jnp.stack([first_live_block(computed, window, config.block_size) for window in config.windows])
     lost = jnp.cumsum(prefix.blocks == 0, axis=1, dtype=jnp.int32)
     lost = jnp.pad(lost, ((0, 0), (1, 0)))

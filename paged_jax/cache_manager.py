@@ -1,6 +1,6 @@
 """The one place where pool, tables and prefix directory change together: grow, share, copy on write, release.
 
-Functions take a cache and return a new one. Scheduling passes caches whose `kv` is None: it moves blocks, not their contents.
+Functions take a cache and return a new one.
 """
 
 import jax
@@ -25,7 +25,12 @@ class PagedCache(struct.PyTreeNode):
     pool: BlockPool
     tables: BlockTables
     directory: PrefixDirectory | None  # None: nothing is kept for later hits
-    kv: KVCache | None
+    kv: KVCache
+
+    @property
+    def books(self) -> "PagedCache":
+        """The same without its pages: for parts of a step that move blocks, not their contents."""
+        return self.replace(kv=KVCache((), ()))
 
 
 def init_cache(config: CacheConfig) -> PagedCache:
@@ -104,6 +109,35 @@ def share(
     )
 
 
+def exchange_rows(
+    cache: PagedCache, rows: Int[Array, "w"], parent: Int[Array, "w"], live: Bool[Array, "w"]
+) -> PagedCache:
+    """Row i becomes what row `parent[i]` of them was, where `live`, else empty: by reference counts, no page is copied.
+
+    Rows out of range are padding. What no row holds any more is released, row after row.
+    """
+    tables, at = cache.tables, jnp.minimum(rows, cache.tables.num_rows - 1)
+    inside, live = rows < tables.num_rows, live & (rows < tables.num_rows)
+    old, blocks = read_before_write(tables.blocks, (slice(None), at))
+    old = jnp.where(inside[:, None], old, 0)
+    new = jnp.where(live[:, None], old[:, parent], 0)
+    pool = cache.pool
+    pool = pool.replace(ref_count=pool.ref_count.at[jnp.where(new == 0, pool.num_blocks, new)].add(1, mode="drop"))
+    by_row = jnp.moveaxis(old, 1, 0).reshape(rows.shape[0], -1)
+    pool, _ = block_pool.release(pool, by_row, _is_registered(cache, by_row))
+    counts, tokens = jnp.where(live, tables.num_blocks[:, at[parent]], 0), tables.num_tokens[at[parent]]
+    tables = BlockTables(
+        blocks=blocks.at[:, rows].set(new, mode="drop"),
+        num_blocks=tables.num_blocks.at[:, rows].set(counts, mode="drop"),
+        num_tokens=tables.num_tokens.at[rows].set(jnp.where(live, tokens, 0), mode="drop"),
+    )
+    directory = cache.directory
+    if directory is not None:
+        known = (x[at[parent]] for x in (directory.num_registered, directory.last_id, directory.prefix_hash))
+        directory = prefix_directory.start_rows(directory, rows, *known)
+    return cache.replace(pool=pool, tables=tables, directory=directory)
+
+
 def shared_writes(
     config: CacheConfig, cache: PagedCache, rows: Int[Array, "k"], first_written: Int[Array, "k"], writes
 ) -> tuple[Bool[Array, "G k"], Int[Array, "G k"]]:
@@ -147,9 +181,7 @@ def copy_on_write(
     place = jnp.where(chosen, rank, most)
     pool = cache.pool
     cache = cache.replace(
-        pool=pool.replace(
-            ref_count=pool.ref_count.at[jnp.where(chosen, old, pool.num_blocks)].add(-1, mode="drop")
-        ),
+        pool=pool.replace(ref_count=pool.ref_count.at[jnp.where(chosen, old, pool.num_blocks)].add(-1, mode="drop")),
         tables=cache.tables.replace(
             blocks=blocks.at[group, jnp.where(chosen, row, cache.tables.num_rows), column].set(new, mode="drop")
         ),
@@ -158,9 +190,7 @@ def copy_on_write(
     return cache, BlockCopies(source, target, count)
 
 
-def release_rows(
-    cache: PagedCache, rows: Int[Array, "k"], count: Int[Array, ""]
-) -> tuple[PagedCache, Bool[Array, ""]]:
+def release_rows(cache: PagedCache, rows: Int[Array, "k"], count: Int[Array, ""]) -> tuple[PagedCache, Bool[Array, ""]]:
     """Release all blocks of the first `count` rows named, a few rows at a time."""
 
     def release_some(i, carry):

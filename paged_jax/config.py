@@ -105,6 +105,7 @@ class EngineConfig:
         max_stop_ids: end-of-text and stop token ids that a request may have.
         widths: token counts T that a step is compiled for, ascending; a step takes the first that holds what it computes.
             None means a decode step of S tokens and a mixed one of the whole budget.
+        max_beam_width: of a beam search, 0 for none; what it costs is compiled in where it is above.
         enable_prefix_caching: keep full blocks findable by their content, also after their request has ended.
     """
 
@@ -116,6 +117,7 @@ class EngineConfig:
     block_size: int = 16
     max_stop_ids: int = 8
     widths: tuple[int, ...] | None = None
+    max_beam_width: int = 0
     enable_prefix_caching: bool = False
 
     def __post_init__(self):
@@ -136,6 +138,11 @@ class EngineConfig:
         if self.widths is None:
             object.__setattr__(self, "widths", tuple(sorted({self.max_num_seqs, self.max_num_batched_tokens})))
         self._check_widths()
+        require_int("max_beam_width", self.max_beam_width, 0)
+        if self.max_beam_width > self.max_num_seqs:
+            raise ConfigError(
+                f"max_beam_width={self.max_beam_width}: must be at most max_num_seqs={self.max_num_seqs}: beams run together"
+            )
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching={self.enable_prefix_caching!r}: a bool is needed")
 

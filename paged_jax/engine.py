@@ -8,9 +8,8 @@ status, counts and the newest tokens of each row. The report's arrays are its ow
 """
 
 import collections
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -19,11 +18,13 @@ import numpy as np
 from flax import nnx, struct
 from jaxtyping import Array, Float, Int
 
-from paged_jax import sequences, step
+from paged_jax import prefix_directory, sequences, step
+from paged_jax.beam_search import add_beams
+from paged_jax.beams import init_beams, widen_beams
 from paged_jax.config import EngineConfig
-from paged_jax.errors import InvalidRequestError, NoProgressError
-from paged_jax.requests import Request, make_request, to_rows
-from paged_jax.sampling_params import SamplingParams, check_int
+from paged_jax.errors import ConfigError, InvalidRequestError, NoProgressError
+from paged_jax.requests import Output, Params, Request, make_request, to_beams, to_rows
+from paged_jax.sampling_params import BeamSearchParams, SamplingParams, check_int
 
 STEPS_PER_DISPATCH = 32
 
@@ -36,6 +37,7 @@ class Report(struct.PyTreeNode):
     num_tokens: Int[Array, "R"]
     tokens: Int[Array, "R K"]
     logprobs: Float[Array, "R K"]
+    num_cached: Int[Array, "R"]
     num_running: Int[Array, ""]
     num_waiting: Int[Array, ""]
     steps: Int[Array, ""]
@@ -44,13 +46,18 @@ class Report(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class Update:
-    """News of one request: the tokens since the last news, and at the end why it ended."""
+    """News of one output of a request: the tokens since the last news, and at the end why it ended.
+
+    The outputs of a beam search come whole, when all have ended, the best first.
+    """
 
     request_id: str
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: int | None = None  # the stop token id; None for end-of-text
+    index: int = 0  # which of the request's outputs
+    num_cached_tokens: int = 0  # of its prompt, found in the cache
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Dispatch:
     """A dispatch on its way: its report, and whose rows were whose."""
 
     report: Report
-    requests: dict[int, Request]
+    outputs: dict[int, Output]
     max_steps: int
 
 
@@ -72,6 +79,7 @@ def _run(graphdef, config: EngineConfig, sizes, params, state: step.EngineState,
         status=seqs.status,
         finish_reason=seqs.finish_reason,
         num_tokens=seqs.num_tokens,
+        num_cached=seqs.num_cached,
         tokens=jnp.take_along_axis(seqs.tokens, newest, axis=1),
         logprobs=jnp.take_along_axis(seqs.logprobs, newest, axis=1),
         num_running=seqs.num_running,
@@ -85,36 +93,50 @@ def _run(graphdef, config: EngineConfig, sizes, params, state: step.EngineState,
 class Engine:
     """Continuous batching over a decoder: add requests at any time, call `step` or `run` until none is left.
 
-    `state` is the device's side, a pytree. `params` may be replaced between dispatches by others of the same shapes.
+    `state` is the device's side, a pytree. Raises ConfigError where the config asks for more than the decoder can do.
     """
 
     def __init__(self, graphdef, params, config: EngineConfig, *, seed: int = 0):
         model = nnx.merge(graphdef, params)
-        self.config, self.params = config, params
+        if config.max_model_len > model.max_model_len:
+            raise ConfigError(
+                f"max_model_len={config.max_model_len}: the model was made for {model.max_model_len} at most"
+            )
+        self.config, self.params, self._graphdef = config, params, graphdef
         self.sizes = step.cache_config(config, model)
         self.vocab_size: int = model.vocab_size
         self.eos_token_ids: tuple[int, ...] = tuple(model.eos_token_ids)
         self.state = step.init_state(config, self.sizes)
         self.counters: step.Counters | None = None  # as of the last report
-        self._jit_run = jax.jit(partial(_run, graphdef, config, self.sizes), donate_argnums=1)
-        self._jit_add = jax.jit(sequences.add, donate_argnums=0)
+        self._jit_run = self._make_run()
+        self._jit_add = jax.jit(_add, donate_argnums=0)
         self._jit_abort = jax.jit(sequences.abort, donate_argnums=0)
+        self._jit_reroot = jax.jit(_reroot, donate_argnums=0)
         self._seeds = np.random.default_rng(seed)
         self._queue: collections.deque[Request] = collections.deque()  # beyond the device's rows
         self._held: list[Update] = []  # collected, but not yet delivered
-        self._rows: dict[int, Request] = {}
+        self._rows: dict[int, Output] = {}
         self._empty = list(range(config.rows))
         self._live: dict[str, Request] = {}
         self._count = 0
+        self._version = 0  # of the params
+        self._roots: dict[tuple[str | None, int], int] = {}  # salt and version, exactly, by the content they begin
+
+    def _make_run(self):
+        return jax.jit(partial(_run, self._graphdef, self.config, self.sizes), donate_argnums=1)
 
     def add_request(
         self,
         prompt: Sequence[int],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         request_id: str | None = None,
+        cache_salt: str | None = None,
     ) -> str:
         """Queue a prompt of token ids; returns its id.
+
+        With a `cache_salt` it shares cached blocks only with requests of the same salt. The first beam search, and one wider
+        than any before, makes the engine compile once more.
 
         Raises InvalidRequestError for a prompt or parameters that cannot be served, or an id that is in use.
         """
@@ -127,15 +149,22 @@ class Engine:
             raise InvalidRequestError(
                 f"request_id={request_id!r}: is in use; ids must differ among unfinished requests"
             )
-        request = self.check_request(prompt, sampling_params, request_id=request_id)
-        if request.params.seed is None:
+        request = self.check_request(prompt, sampling_params, request_id=request_id, cache_salt=cache_salt)
+        if isinstance(request.params, BeamSearchParams):
+            self._make_room_for_beams(request.params.beam_width)
+        elif request.params.seed is None:
             request.seed = int(self._seeds.integers(2**32))
         self._live[request_id] = request
         self._queue.append(request)
         return request_id
 
     def check_request(
-        self, prompt: Sequence[int], sampling_params: SamplingParams | None = None, *, request_id: str = ""
+        self,
+        prompt: Sequence[int],
+        sampling_params: Params | None = None,
+        *,
+        request_id: str = "",
+        cache_salt: str | None = None,
     ) -> Request:
         """What `add_request` would queue; raises InvalidRequestError where that would, and changes nothing."""
         return make_request(
@@ -147,7 +176,21 @@ class Engine:
             vocab_size=self.vocab_size,
             eos_token_ids=self.eos_token_ids,
             seed=0,
+            cache_salt=cache_salt,
         )
+
+    def _make_room_for_beams(self, width: int) -> None:
+        if width <= self.config.max_beam_width:
+            return
+        width = min(1 << (width - 1).bit_length(), self.config.max_num_seqs)
+        self.config = replace(self.config, max_beam_width=width)
+        config, seqs = self.config, self.state.seqs
+        if seqs.beams is None:
+            beams = init_beams(config.rows, width, config.max_stop_ids, config.max_model_len)
+        else:
+            beams = widen_beams(seqs.beams, width)
+        self.state = self.state.replace(seqs=seqs.replace(beams=beams))
+        self._jit_run = self._make_run()
 
     def _is_known(self, request_id: str) -> bool:
         return request_id in self._live or any(update.request_id == request_id for update in self._held)
@@ -160,12 +203,43 @@ class Engine:
         if request in self._queue:
             self._queue.remove(request)
             del self._live[request_id]
-            self._held.append(Update(request_id, [], [], "abort"))
+            self._held += [Update(request_id, [], [], "abort", index=index) for index in range(request.num_outputs)]
             return True
-        row = next(row for row, other in self._rows.items() if other is request)
-        rows = jnp.full(1, row, jnp.int32)
+        rows = np.full(self.config.rows, self.config.rows, np.int32)
+        own = [row for row, output in self._rows.items() if output.request is request]
+        rows[: len(own)] = own
         self.state = self.state.replace(seqs=self._jit_abort(self.state.seqs, rows))
         return True
+
+    def update_params(self, params) -> None:
+        """Go on with other params of the same shapes. Nothing that the old ones computed is found in the cache any more.
+
+        Running requests go on with what they have computed. Raises ConfigError, and changes nothing, for other shapes or dtypes.
+        """
+        _check_like(params, self.params)
+        self.params, self._version = params, self._version + 1
+        roots = np.full(self.config.rows, -1, np.int32)
+        for row, output in self._rows.items():
+            roots[row] = self._root(output.request)
+        self.state = self._jit_reroot(self.state, roots)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached contents. False, and nothing is changed, while blocks are in use."""
+        cache = self.state.cache
+        if int(cache.pool.num_free) < cache.pool.num_blocks - 1:
+            return False
+        if cache.directory is not None:
+            directory = prefix_directory.reset(cache.directory)
+            self.state = self.state.replace(cache=cache.replace(directory=directory))
+        return True
+
+    def _root(self, request: Request) -> int:
+        key = (request.cache_salt, self._version)
+        return self._roots.setdefault(key, -1 - len(self._roots))
+
+    def num_outputs(self, request_id: str) -> int:
+        """Outputs of an unfinished request: so many updates with a finish reason it is owed."""
+        return self._live[request_id].num_outputs
 
     def has_unfinished(self) -> bool:
         """Whether a request is still owed an update."""
@@ -181,12 +255,12 @@ class Engine:
         Raises NoProgressError when requests wait, none runs and none can be admitted.
         """
         max_steps = check_int("max_steps", max_steps, 1)
-        merged: dict[str, Update] = {}
+        merged: dict[tuple[str, int], Update] = {}
         try:
             while max_steps > 0 and self.has_unfinished():
                 for update in self.collect(self.dispatch(max_steps)):
-                    before = merged.get(update.request_id)
-                    merged[update.request_id] = update if before is None else _join(before, update)
+                    key = (update.request_id, update.index)
+                    merged[key] = _join(merged[key], update) if key in merged else update
                 max_steps -= STEPS_PER_DISPATCH
         except BaseException:
             self._held = [*merged.values(), *self._held]
@@ -196,15 +270,16 @@ class Engine:
     def dispatch(self, max_steps: int = STEPS_PER_DISPATCH) -> Dispatch:
         """Fill empty rows from the queue and start up to `max_steps` steps (32 at most), without waiting for them."""
         max_steps = min(max_steps, STEPS_PER_DISPATCH)
-        count = min(len(self._queue), len(self._empty))
-        if count:
-            new = dict(zip(self._empty[:count], itertools.islice(self._queue, count), strict=True))
-            rows = to_rows(new, self.config)
-            for _ in new:
-                self._queue.popleft()
-            self._empty = self._empty[count:]
+        new: dict[int, Output] = {}
+        while self._queue and self._queue[0].num_outputs <= len(self._empty):
+            request = self._queue.popleft()
+            for index in range(request.num_outputs):
+                new[self._empty.pop(0)] = Output(request, index)
+        if new:
+            roots = {row: self._root(output.request) for row, output in new.items()}
+            rows, beams = to_rows(new, self.config, roots), to_beams(new, self.config)
             self._rows.update(new)
-            self.state = self.state.replace(seqs=self._jit_add(self.state.seqs, rows))
+            self.state = self.state.replace(seqs=self._jit_add(self.state.seqs, rows, beams))
         self.state, report = self._jit_run(self.params, self.state, np.int32(max_steps))
         return Dispatch(report, dict(self._rows), max_steps)
 
@@ -213,9 +288,9 @@ class Engine:
         report: Report = jax.device_get(dispatch.report)
         self.counters = report.counters
         updates, self._held = self._held, []
-        for row, request in dispatch.requests.items():
-            if self._live.get(request.request_id) is request:
-                update = self._read(report, row, request)
+        for row, output in dispatch.outputs.items():
+            if self._rows.get(row) is output:
+                update = self._read(report, row, output)
                 if update is not None:
                     updates.append(update)
         if report.steps < dispatch.max_steps and report.num_waiting > 0 and report.num_running == 0:
@@ -230,26 +305,64 @@ class Engine:
         """Hand back updates of someone else's requests: they come again with the next."""
         self._held.extend(updates)
 
-    def _read(self, report: Report, row: int, request: Request) -> Update | None:
-        new = int(report.num_tokens[row]) - request.num_seen
-        if new < 0:  # a later report was read first, by someone else's iterator: nothing here is news
-            return None
-        request.num_seen += new
+    def _read(self, report: Report, row: int, output: Output) -> Update | None:
+        request = output.request
+        new = int(report.num_tokens[row]) - output.num_seen
         finished = report.status[row] == sequences.FINISHED
+        if not finished and isinstance(request.params, BeamSearchParams):  # what is live may still be dropped
+            return None
+        if new < 0:  # a later report was read first, by someone else's iterator: nothing here is news
+            if not finished:
+                return None
+            new = 0  # a beam that was aborted
+        output.num_seen += new
         if new == 0 and not finished:
             return None
         tokens, logprobs = report.tokens[row], report.logprobs[row]
-        if new > STEPS_PER_DISPATCH:  # an earlier report was never collected: its reader was interrupted
+        if (
+            new > STEPS_PER_DISPATCH
+        ):  # a beam search, or an earlier report was never collected: its reader was interrupted
             seqs, length = self.state.seqs, int(report.num_tokens[row])
             tokens, logprobs = (np.asarray(x[row])[:length] for x in (seqs.tokens, seqs.logprobs))
         tokens, logprobs = (x[len(x) - new :].tolist() for x in (tokens, logprobs))
+        news = partial(Update, request.request_id, tokens, logprobs, index=output.index)
+        news = partial(news, num_cached_tokens=max(int(report.num_cached[row]), 0))
         if not finished:
-            return Update(request.request_id, tokens, logprobs)
-        del self._rows[row], self._live[request.request_id]
+            return news()
+        del self._rows[row]
         self._empty.append(row)
+        request.num_ended += 1
+        if request.num_ended == request.num_outputs:
+            del self._live[request.request_id]
         reason = sequences.FINISH_REASONS[report.finish_reason[row]]
         stopped = reason == "stop" and tokens[-1] not in request.eos_ids
-        return Update(request.request_id, tokens, logprobs, reason, tokens[-1] if stopped else None)
+        return news(finish_reason=reason, stop_reason=tokens[-1] if stopped else None)
+
+
+def _add(seqs, rows, beams):
+    seqs = sequences.add(seqs, rows)
+    return seqs if beams is None else add_beams(seqs, beams)
+
+
+def _reroot(state: step.EngineState, roots) -> step.EngineState:
+    """Rows start from new roots; those that run register no more, for their blocks are of both kinds."""
+    cache, seqs = state.cache, state.seqs.replace(root=roots)
+    if cache.directory is not None:
+        stopped = jnp.full_like(cache.directory.last_id, prefix_directory.NO_ID)
+        cache = cache.replace(directory=cache.directory.replace(last_id=stopped))
+    return state.replace(cache=cache, seqs=seqs)
+
+
+def _check_like(params, old) -> None:
+    """Raise ConfigError naming the first param that differs in place, shape or dtype."""
+    new, was = (dict(jax.tree.leaves_with_path(tree)) for tree in (params, old))
+    for path in [*was, *new]:
+        name = jax.tree_util.keystr(path)
+        if path not in new or path not in was:
+            raise ConfigError(f"params{name}: {'is missing' if path in was else 'is not of this model'}")
+        shapes = [f"{x.dtype}{list(x.shape)}" for x in (new[path], was[path])]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(f"params{name}: {shapes[0]}; the model has {shapes[1]}")
 
 
 def _join(first: Update, then: Update) -> Update:
@@ -259,4 +372,6 @@ def _join(first: Update, then: Update) -> Update:
         first.logprobs + then.logprobs,
         then.finish_reason,
         then.stop_reason,
+        then.index,
+        then.num_cached_tokens,
     )

@@ -33,8 +33,8 @@ def allocate_slots(
     """Give each row slots for `num_new_tokens` more tokens: blocks on demand, all rows or none.
 
     Blocks are handed out row by row in the order given. A row whose last block is partly filled and shared first gets a copy of
-    its own, pages included, counted among the blocks that must fit. `reserved_blocks` must stay free, and each row's `must_fit_tokens`
-    would have to fit too, though only the new tokens are allocated (vLLM's full_sequence_must_fit).
+    its own, pages included, counted among the blocks that must fit. `reserved_blocks` must stay free, and each row's
+    `must_fit_tokens` would have to fit too, though only the new tokens are allocated (vLLM's full_sequence_must_fit).
     Not ok when the free blocks or the tables' width do not suffice. Raises ConfigError for a count below 1 or a row outside
     the table, where they are concrete.
     """
@@ -120,6 +120,6 @@ def _are_rows(tables: BlockTables, rows) -> Bool[Array, ""]:
 def _free(cache: PagedCache, rows):
     repeated = jnp.any(jnp.tril(rows[:, None] == rows[None], -1), axis=1)
     rows = jnp.where(repeated, cache.tables.num_rows, rows)
-    books = cache.replace(kv=None)
+    books = cache.books
     after, ok = release_rows(books, rows, jnp.int32(rows.shape[0]))
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, books).replace(kv=cache.kv), ok

@@ -4,6 +4,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from paged_jax.engine import STEPS_PER_DISPATCH, Engine, Update
 from paged_jax.errors import ConfigError, InvalidRequestError
 from paged_jax.models import Detokenizer, Tokenizer, load_model
 from paged_jax.outputs import CompletionOutput, Delta, Metrics, RequestOutput
+from paged_jax.requests import Params
 from paged_jax.sampling_params import SamplingParams
 
 CPU_CACHE_BYTES = 2**30
@@ -35,6 +37,7 @@ class LLM:
         max_model_len: tokens of a sequence, prompt and output; None is the model's, or what the cache holds.
         max_num_seqs: sequences running at once.
         max_num_batched_tokens: token budget of a step.
+        enable_prefix_caching: prompts that begin like earlier ones, or like another's output, do not compute that part again.
         seed: of the random streams of requests that name none.
 
     Raises ConfigError naming a size that cannot work, and what `load_model` raises.
@@ -51,6 +54,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
         seed: int = 0,
     ):
         if isinstance(model, nnx.Module):
@@ -62,55 +66,83 @@ class LLM:
             tokenizer = loaded if tokenizer is None else tokenizer
         self.tokenizer = tokenizer
         config = _engine_config(decoder, block_size, num_blocks, max_model_len, max_num_seqs, max_num_batched_tokens)
+        config = replace(config, enable_prefix_caching=enable_prefix_caching)
         self.engine = Engine(*nnx.split(decoder), config, seed=seed)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
+        cache_salt: str | Sequence[str | None] | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Continue each prompt (a text or token ids); outputs in the prompts' order.
 
-        `sampling_params`: one for all, or one a prompt. Raises InvalidRequestError for a bad prompt given alone; in a list
-        it warns, and that prompt's output says so in `error`, while the others are served.
+        `sampling_params`: one for all, or one a prompt; `BeamSearchParams` search instead of sampling. `cache_salt`, likewise:
+        prompts find only those cached tokens that were computed under the same salt.
+
+        Raises InvalidRequestError for a bad prompt given alone; in a list it warns, and that prompt's output says so in
+        `error`, while the others are served.
         """
         many = (Sequence, np.ndarray)
         if not isinstance(prompts, many):
             raise InvalidRequestError(f"prompts={prompts!r:.80}: a text, token ids, or a list of either is needed")
         alone = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], many))
         listed: list[Any] = [prompts] if alone else list(prompts)
-        if isinstance(sampling_params, SamplingParams) or sampling_params is None:
-            params = [sampling_params or SamplingParams()] * len(listed)
+        if isinstance(sampling_params, Params.__value__) or sampling_params is None:
+            one: Any = sampling_params or SamplingParams()
+            params: list[Params] = [one] * len(listed)
         elif isinstance(sampling_params, Sequence):
             params = list(sampling_params)
         else:
             raise InvalidRequestError(
-                f"sampling_params={sampling_params!r:.80}: SamplingParams, or a list of them, are needed"
+                f"sampling_params={sampling_params!r:.80}: SamplingParams, BeamSearchParams, or a list of them, are needed"
             )
-        if len(params) != len(listed):
-            raise InvalidRequestError(f"sampling_params: {len(params)} for {len(listed)} prompts; one, or one a prompt")
-        return self._generate(listed, params, progress, alone)
+        salts = [cache_salt] * len(listed) if cache_salt is None or isinstance(cache_salt, str) else list(cache_salt)
+        for name, values in (("sampling_params", params), ("cache_salt", salts)):
+            if len(values) != len(listed):
+                raise InvalidRequestError(f"{name}: {len(values)} for {len(listed)} prompts; one, or one a prompt")
+        return self._generate(listed, params, salts, progress, alone)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
+        cache_salt: str | Sequence[str | None] | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Answer a conversation ([{"role": ..., "content": ...}, ...]) or a list of them, by the model's chat template."""
+        """Answer a conversation ([{"role": ..., "content": ...}, ...]) or a list of them, by the model's chat template.
+
+        Raises InvalidRequestError for messages that are none, or that the template refuses.
+        """
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise InvalidRequestError(f"messages={messages!r:.80}: a list of messages, or of such lists, is needed")
         if len(messages) == 0:
             raise InvalidRequestError("messages=[]: at least one message is needed")
         many: list[Any] = [messages] if isinstance(messages[0], Mapping) else list(messages)
-        template = self._need_tokenizer().apply_chat_template
-        # The template writes the special tokens itself.
-        prompts = [_Text(template(conversation, add_generation_prompt=True)) for conversation in many]
-        return self.generate(prompts, sampling_params, progress=progress)
+        prompts = [self._apply_template(conversation) for conversation in many]
+        return self.generate(prompts, sampling_params, cache_salt=cache_salt, progress=progress)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
-        """The output of one prompt as it grows. Closing the iterator aborts the request."""
+    def _apply_template(self, conversation: Any) -> "_Text":
+        if not isinstance(conversation, Sequence) or isinstance(conversation, str):
+            raise InvalidRequestError(f"messages: {conversation!r:.80}; a list of messages is needed")
+        for message in conversation:
+            fields = message if isinstance(message, Mapping) else {}
+            if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+                raise InvalidRequestError(
+                    f"messages: {message!r:.80}; each must be a mapping with the texts 'role' and 'content'"
+                )
+        tokenizer = self._need_tokenizer()
+        try:
+            text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
+        except ValueError as error:
+            raise InvalidRequestError(f"messages: {error}") from error
+        return _Text(text)  # the template writes the special tokens itself
+
+    def stream(self, prompt: Prompt, sampling_params: Params | None = None) -> Iterator[Delta]:
+        """The outputs of one prompt as they grow, those of a beam search at its end. Closing the iterator aborts the request."""
         _, tokens = self._encode(prompt)
         self.engine.check_request(tokens, sampling_params)
         return self._stream(tokens, sampling_params)
@@ -118,49 +150,65 @@ class LLM:
     def stats(self) -> dict[str, float]:
         """What the engine did so far, as of the last dispatch that was read.
 
-        `waste` is the share of slots in allocated blocks that held no token, over all steps.
+        `waste` is the share of slots in allocated blocks that held no token, over all steps; `hit_rate` the share of the
+        prompts' tokens that was found in the cache.
         """
         counters = self.engine.counters
         values = {} if counters is None else {name: value.item() for name, value in counters.items()}
         in_use, filled = values.pop("block_steps", 0.0), values.pop("filled_block_steps", 0.0)
-        return values | {"waste": 1 - filled / in_use if in_use else 0.0, "num_blocks": self.engine.config.num_blocks}
+        queried = values.get("queried_tokens", 0)
+        return values | {
+            "waste": 1 - filled / in_use if in_use else 0.0,
+            "hit_rate": values["hit_tokens"] / queried if queried else 0.0,
+            "num_blocks": self.engine.config.num_blocks,
+        }
+
+    def update_params(self, params) -> None:
+        """Go on with other params of the same shapes (`nnx.split(model)[1]`). What the old ones computed is never found again."""
+        self.engine.update_params(params)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached contents. False, and nothing is changed, while requests run."""
+        return self.engine.reset_prefix_cache()
 
     # ------------------------------------------------------------------------------------------------------------
 
     def _generate(
-        self, prompts: list[Any], params: list[SamplingParams], progress: bool, alone: bool
+        self, prompts: list[Any], params: list[Params], salts: list[Any], progress: bool, alone: bool
     ) -> list[RequestOutput]:
-        ready: list[tuple[_Job, SamplingParams]] = []
+        ready: list[tuple[_Job, Params, str | None]] = []
         outputs: list[RequestOutput | None] = [None] * len(prompts)
-        for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        for i, (prompt, one, salt) in enumerate(zip(prompts, params, salts, strict=True)):
             text = prompt if isinstance(prompt, str) else None
             try:
                 text, tokens = self._encode(prompt)
-                self.engine.check_request(tokens, one)
+                self.engine.check_request(tokens, one, cache_salt=salt)
             except InvalidRequestError as error:
                 if alone:
                     raise
                 warnings.warn(f"prompts[{i}] is not served: {error}", stacklevel=3)
                 outputs[i] = RequestOutput(text, [], [], None, error=error)
                 continue
-            ready.append((_Job(i, text, tokens, self.tokenizer), one))
+            ready.append((_Job(i, text, tokens, self.tokenizer), one, salt))
         # All are checked before the first is queued: what goes wrong above leaves nothing behind.
-        jobs = {self.engine.add_request(job.prompt_tokens, one): job for job, one in ready}
+        jobs = {self.engine.add_request(job.prompt_tokens, one, cache_salt=salt): job for job, one, salt in ready}
+        for job, one, _ in ready:
+            job.start(one)
         bar = _progress_bar(len(jobs)) if progress and jobs else None
         for update in self._updates(jobs):
             job = jobs[update.request_id]
-            job.take(update)
-            if update.finish_reason is not None:
-                outputs[job.index] = job.output(update)
+            ended = job.take(update)
+            if ended:
+                outputs[job.index] = job.output()
             if bar is not None:
-                bar(len(update.token_ids), update.finish_reason is not None)
+                bar(len(update.token_ids), ended)
         if bar is not None:
             bar(None, False)
         return [output for output in outputs if output is not None]
 
     def _updates(self, requests: Mapping[str, Any], steps: int = STEPS_PER_DISPATCH) -> Iterator[Update]:
         """Updates of `requests` until all have ended; while one dispatch is read, the next is under way."""
-        open_ids, flying = set(requests), None
+        flying, open_ids = None, {request_id: self.engine.num_outputs(request_id) for request_id in requests}
         try:
             while open_ids:
                 # The first is of one step: whoever waits sees soon that something comes.
@@ -171,7 +219,9 @@ class LLM:
                 for update in updates:
                     if update.request_id in requests:
                         if update.finish_reason is not None:
-                            open_ids.discard(update.request_id)
+                            open_ids[update.request_id] -= 1
+                            if open_ids[update.request_id] == 0:
+                                del open_ids[update.request_id]
                         yield update
         finally:
             # Interrupted, or closed early: nothing of ours may stay behind.
@@ -182,16 +232,12 @@ class LLM:
             if open_ids:
                 self.engine.hold([u for u in self.engine.run(1) if u.request_id not in requests])
 
-    def _stream(self, tokens: list[int], params: SamplingParams | None) -> Iterator[Delta]:
+    def _stream(self, tokens: list[int], params: Params | None) -> Iterator[Delta]:
         request_id = self.engine.add_request(tokens, params)
-        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, continues=True)
+        texts = [_Output(self.tokenizer) for _ in range(self.engine.num_outputs(request_id))]
         for update in self._updates({request_id: None}, steps=1):
-            text = None
-            if detokenizer is not None:
-                text = detokenizer.push(update.token_ids)
-                if update.finish_reason is not None:
-                    text += detokenizer.flush()
-            yield Delta(text, update.token_ids, update.logprobs, update.finish_reason, update.stop_reason)
+            text = texts[update.index].take(update)
+            yield Delta(text, update.token_ids, update.logprobs, update.finish_reason, update.stop_reason, update.index)
 
     def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
         if not isinstance(prompt, str):
@@ -216,40 +262,70 @@ class _Text(str):
     """A prompt that a chat template wrote: its special tokens are in it."""
 
 
-class _Job:
-    """One prompt of a `generate` call as its output grows."""
+class _Output:
+    """One output as it grows."""
 
-    def __init__(self, index: int, prompt: str | None, tokens: list[int], tokenizer: Tokenizer | None):
-        self.index, self.prompt, self.prompt_tokens = index, prompt, [int(token) for token in tokens]
+    def __init__(self, tokenizer: Tokenizer | None):
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer, continues=True)
         self.text = ""
-        self.arrival, self.first = time.perf_counter(), None
+        self.last: Update | None = None
 
-    def take(self, update: Update) -> None:
-        if self.first is None and update.token_ids:
-            self.first = time.perf_counter()
+    def take(self, update: Update) -> str | None:
+        """The text that the update completes."""
         self.tokens += update.token_ids
         self.logprobs += update.logprobs
-        if self.detokenizer is not None:
-            self.text += self.detokenizer.push(update.token_ids)
-            if update.finish_reason is not None:
-                self.text += self.detokenizer.flush()
+        ended = update.finish_reason is not None
+        self.last = update if ended else None
+        if self.detokenizer is None:
+            return None
+        new = self.detokenizer.push(update.token_ids) + (self.detokenizer.flush() if ended else "")
+        self.text += new
+        return new
 
-    def output(self, update: Update) -> RequestOutput:
-        assert update.finish_reason is not None
-        completion = CompletionOutput(
-            index=0,
+    def completion(self, index: int) -> CompletionOutput:
+        """What came of it."""
+        assert self.last is not None and self.last.finish_reason is not None
+        return CompletionOutput(
+            index=index,
             text=None if self.detokenizer is None else self.text,
             token_ids=self.tokens,
             cumulative_logprob=sum(self.logprobs),
             logprobs=self.logprobs,
-            finish_reason=update.finish_reason,
-            stop_reason=update.stop_reason,
+            finish_reason=self.last.finish_reason,
+            stop_reason=self.last.stop_reason,
         )
+
+
+class _Job:
+    """One prompt of a `generate` call as its outputs grow."""
+
+    def __init__(self, index: int, prompt: str | None, tokens: list[int], tokenizer: Tokenizer | None):
+        self.index, self.prompt, self.prompt_tokens = index, prompt, [int(token) for token in tokens]
+        self.tokenizer = tokenizer
+        self.outputs: list[_Output] = []
+        self.arrival, self.first, self.num_cached = time.perf_counter(), None, 0
+
+    def start(self, params: Params) -> None:
+        count = params.n if isinstance(params, SamplingParams) else params.beam_width
+        self.outputs = [_Output(self.tokenizer) for _ in range(count)]
+
+    def take(self, update: Update) -> bool:
+        """Whether all outputs have ended."""
+        if self.first is None and update.token_ids:
+            self.first = time.perf_counter()
+        if update.index == 0:
+            self.num_cached = update.num_cached_tokens
+        self.outputs[update.index].take(update)
+        return all(output.last is not None for output in self.outputs)
+
+    def output(self) -> RequestOutput:
+        completions = [output.completion(index) for index, output in enumerate(self.outputs)]
+        # A beam search may find fewer outputs than beams, where the vocabulary has no more.
+        completions = [c for c in completions if c.token_ids or c.index == 0 or c.finish_reason == "abort"]
         metrics = Metrics(self.arrival, self.first, time.perf_counter())
-        return RequestOutput(self.prompt, self.prompt_tokens, [completion], metrics)
+        return RequestOutput(self.prompt, self.prompt_tokens, completions, metrics, num_cached_tokens=self.num_cached)
 
 
 def _progress_bar(total: int):

@@ -36,7 +36,9 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its outputs. `prompt` is None where token ids were given.
+    """A prompt and its outputs: `n` of them in order of index, or those of a beam search, the best first.
+
+    `prompt` is None where token ids were given.
 
     `error` is set, and `outputs` empty, for a prompt in a batch that could not be served; the others are not touched by it.
     """
@@ -58,3 +60,4 @@ class Delta:
     logprobs: list[float]
     finish_reason: str | None = None
     stop_reason: int | None = None
+    index: int = 0  # which of the request's outputs

@@ -3,8 +3,10 @@
 A step first plans what the running rows compute, in order, up to the token budget. Nearly always that is all. When it is not
 (a row has finished, blocks run short or are written by two, a waiting row could start) the rare events run, in this order:
 
+    advance     beam groups whose candidates are in (`beam_search`)
     release     the blocks of finished rows, in running order
-    preempt     the last running row, until the others' blocks suffice; it goes to the head of the waiting order
+    preempt     the last running row, or its whole beam group, until the others' blocks suffice; it goes to the head of the
+                waiting order
     copy        blocks for rows that write into shared ones
     admit       the head of the waiting order, one after another, each whole; stops at the first that does not fit;
                 not at all in a step that preempted (`admission`)
@@ -19,7 +21,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from paged_jax import block_pool, prefix_directory
+from paged_jax import beam_search, block_pool, prefix_directory
 from paged_jax.admission import admit, may_admit
 from paged_jax.arrays import once
 from paged_jax.block_table import first_live_block, missing_blocks
@@ -49,10 +51,10 @@ class Schedule(struct.PyTreeNode):
 
 
 def schedule(config: CacheConfig, most: int, cache: PagedCache, seqs: Sequences, budget: Int[Array, ""]) -> Schedule:
-    """Decide a step of up to `budget` tokens, `most` at most; afterwards its new blocks are free and stand ready at the queue's head."""
+    """Decide a step of up to `budget` tokens, `most` at most; afterwards its new blocks are free and ready at the queue's head."""
     zero = jnp.zeros_like(seqs.num_running)
     copies = no_copies(config.num_groups * seqs.max_running, zero)
-    plan = Schedule(cache.replace(kv=None), seqs, plan_running(budget, seqs), copies, zero, zero, zero)
+    plan = Schedule(cache.books, seqs, plan_running(budget, seqs), copies, zero, zero, zero)
     eventful = _is_eventful(config, most, plan, budget)
     with jax.named_scope("events"):
         return once(eventful, lambda p: _events(config, most, p, budget), plan)
@@ -104,6 +106,7 @@ def _is_eventful(config: CacheConfig, most: int, plan: Schedule, budget: Array) 
     return (
         jnp.any(_finished(plan.seqs))
         | jnp.any(shared)
+        | beam_search.is_due(plan.seqs)
         | (need > pool.num_free)
         | ~block_pool.head_is_ready(pool, need, width)
         | _must_register(config, plan)
@@ -126,11 +129,12 @@ def _must_register(config: CacheConfig, plan: Schedule) -> Bool[Array, ""]:
 def _events(config: CacheConfig, most: int, plan: Schedule, budget: Array) -> Schedule:
     # What rows have computed becomes known before any of it is released; what they compute in this step, before anyone looks.
     cache = register_running(config, _with_ids_left(plan.cache), plan.seqs, jnp.zeros_like(plan.take))
-    cache, seqs = release_finished(cache, plan.seqs)
+    cache, seqs = beam_search.advance(cache, plan.seqs)
+    cache, seqs = release_finished(cache, seqs)
     plan = plan.replace(cache=cache, seqs=seqs, take=plan_running(budget, seqs))
 
     def is_short(plan):
-        return _needed(config, plan) > plan.cache.pool.num_free
+        return (_needed(config, plan) > plan.cache.pool.num_free) | _is_split(plan)
 
     plan = jax.lax.while_loop(is_short, lambda p: _preempt_last(budget, p), plan)
     plan = _copy(config, plan)
@@ -163,6 +167,16 @@ def _events(config: CacheConfig, most: int, plan: Schedule, budget: Array) -> Sc
     need = jnp.sum(step_blocks(config, cache, plan.seqs, plan.take))
     width = max_step_blocks(config, most, plan.seqs.max_running)
     return plan.replace(cache=cache.replace(pool=block_pool.make_ready(cache.pool, need, width)))
+
+
+def _is_split(plan: Schedule) -> Bool[Array, ""]:
+    """Whether a beam group has been preempted in part: its leader goes last."""
+    seqs = plan.seqs
+    if seqs.beams is None:
+        return jnp.zeros_like(plan.num_preempted, bool)
+    head = seqs.waiting[seqs.waiting_head]
+    leader = seqs.beams.leader[head]
+    return (plan.num_preempted > 0) & (leader < seqs.num_rows) & (leader != head)
 
 
 def _needed(config: CacheConfig, plan: Schedule) -> Int[Array, ""]:
@@ -230,6 +244,4 @@ def _preempt_last(budget: Array, plan: Schedule) -> Schedule:
         waiting_head=head,
         num_waiting=seqs.num_waiting + 1,
     )
-    return plan.replace(
-        cache=cache, seqs=seqs, take=plan_running(budget, seqs), num_preempted=plan.num_preempted + 1
-    )
+    return plan.replace(cache=cache, seqs=seqs, take=plan_running(budget, seqs), num_preempted=plan.num_preempted + 1)

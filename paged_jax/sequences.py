@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from paged_jax.beams import Beams, init_beams
 from paged_jax.sampling import SamplingRows
 
 EMPTY, WAITING, RUNNING, FINISHED = range(4)
@@ -23,7 +24,9 @@ class Sequences(struct.PyTreeNode):
     num_prompt_tokens: Int[Array, "R"]
     num_tokens: Int[Array, "R"]  # prompt and output
     num_computed: Int[Array, "R"]  # tokens whose K and V are in the cache
-    num_hit: Int[Array, "R"]  # leading tokens that were in the cache when the row was last admitted: they are never written
+    num_hit: Int[
+        Array, "R"
+    ]  # leading tokens that were in the cache when the row was last admitted: they are never written
     num_cached: Int[Array, "R"]  # the same of its first admission, -1 before
     root: Int[Array, "R"]  # what its content hangs on in the prefix directory, below 0: salt and weight version
     parent: Int[Array, "R"]  # the row that computes this one's prompt, R for none
@@ -31,6 +34,7 @@ class Sequences(struct.PyTreeNode):
     status: Int[Array, "R"]
     finish_reason: Int[Array, "R"]
     sampling: SamplingRows
+    beams: Beams | None  # None: no beam search
     running: Int[Array, "S"]
     num_running: Int[Array, ""]
     waiting: Int[Array, "R"]
@@ -50,8 +54,10 @@ class Sequences(struct.PyTreeNode):
         return self.running.shape[0]
 
 
-def init_sequences(num_rows: int, max_len: int, max_running: int, max_stop_ids: int) -> Sequences:
-    """All rows empty."""
+def init_sequences(
+    num_rows: int, max_len: int, max_running: int, max_stop_ids: int, max_beam_width: int = 0
+) -> Sequences:
+    """All rows empty; with beam search where `max_beam_width` is above 0."""
 
     # Each array is made anew: one buffer in two places could not be donated.
     def ints():
@@ -82,6 +88,7 @@ def init_sequences(num_rows: int, max_len: int, max_running: int, max_stop_ids: 
             min_len=ints(),
             stop_ids=jnp.full((num_rows, max_stop_ids), -1, jnp.int32),
         ),
+        beams=init_beams(num_rows, max_beam_width, max_stop_ids, max_len) if max_beam_width else None,
         running=jnp.full(max_running, num_rows, jnp.int32),
         num_running=jnp.int32(0),
         waiting=ints(),
@@ -117,6 +124,9 @@ def add(seqs: Sequences, new: NewSequences) -> Sequences:
     # Rows that would share what such a row held before must no longer look there.
     taken = jnp.zeros(seqs.num_rows + 1, bool).at[rows].set(True, mode="drop").at[-1].set(False)
     parent = jnp.where(taken[seqs.parent], seqs.num_rows, seqs.parent)
+    beams = seqs.beams
+    if beams is not None:
+        beams = beams.replace(leader=put(beams.leader, seqs.num_rows), ready=put(beams.ready, False))
     sampling = {name: put(getattr(seqs.sampling, name), value) for name, value in vars(new.sampling).items()}
     return seqs.replace(
         tokens=put(seqs.tokens, new.tokens),
@@ -131,6 +141,7 @@ def add(seqs: Sequences, new: NewSequences) -> Sequences:
         status=put(seqs.status, WAITING),
         finish_reason=put(seqs.finish_reason, NOT_FINISHED),
         sampling=seqs.sampling.replace(**sampling),
+        beams=beams,
         waiting=seqs.waiting.at[jnp.where(valid, place, seqs.num_rows)].set(rows, mode="drop"),
         num_waiting=seqs.num_waiting + jnp.sum(valid, dtype=jnp.int32),
     )

@@ -14,6 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from paged_jax import sampling
 from paged_jax.arrays import once
 from paged_jax.batch import Batch, build_batch
+from paged_jax.beam_search import is_due
+from paged_jax.beams import collect
 from paged_jax.block_table import first_live_block
 from paged_jax.cache_manager import PagedCache, grow, init_cache, release_below_window
 from paged_jax.config import CacheConfig, EngineConfig
@@ -35,7 +37,9 @@ class Counters(struct.PyTreeNode):
     generated_tokens = property(lambda self: self.totals[3])
     queried_tokens = property(lambda self: self.totals[4], doc="Prompt tokens of sequences that started.")
     hit_tokens = property(lambda self: self.totals[5], doc="How many of them were found in the cache.")
-    copied_blocks = property(lambda self: self.totals[6], doc="Blocks copied because a sequence wrote into a shared one.")
+    copied_blocks = property(
+        lambda self: self.totals[6], doc="Blocks copied because a sequence wrote into a shared one."
+    )
     peak_blocks = property(lambda self: self.peaks[0], doc="Most blocks in use in one step.")
     peak_running = property(lambda self: self.peaks[1], doc="Most sequences running in one step.")
     block_steps = property(lambda self: self.sums[0], doc="Blocks in use, summed over steps.")
@@ -71,7 +75,9 @@ def init_state(config: EngineConfig, sizes: CacheConfig, cache: PagedCache | Non
     """An idle engine, over `cache` (whose rows are all empty) or a new one."""
     return EngineState(
         cache=init_cache(sizes) if cache is None else cache,
-        seqs=init_sequences(config.rows, config.max_model_len, config.max_num_seqs, config.max_stop_ids),
+        seqs=init_sequences(
+            config.rows, config.max_model_len, config.max_num_seqs, config.max_stop_ids, config.max_beam_width
+        ),
         counters=Counters(jnp.zeros(7, jnp.int32), jnp.zeros(2, jnp.int32), jnp.zeros(2)),
     )
 
@@ -112,7 +118,7 @@ def _compute(model, sizes: CacheConfig, state: EngineState, take: Int[Array, "S"
         active_rows = jnp.where(take > 0, rows, seqs.num_rows)[:width]
         asked = (seqs.num_computed[rows] + take)[:width]
         most = max_step_blocks(sizes, width, seqs.max_running)
-        books = grow(cache.replace(kv=None), active_rows, need[:, :width], asked, most)
+        books = grow(cache.books, active_rows, need[:, :width], asked, most)
     with jax.named_scope("batch"):
         batch = build_batch(sizes, books.tables, seqs, take, width)
     with jax.named_scope("decoder"):
@@ -120,19 +126,24 @@ def _compute(model, sizes: CacheConfig, state: EngineState, take: Int[Array, "S"
         logits = model.logits(hidden[batch.last_tokens])
     with jax.named_scope("sample"):
         rows_sampling = jax.tree.map(lambda x: x[batch.rows], seqs.sampling)
-        tokens, logprobs = sampling.sample(logits, rows_sampling, seqs.num_tokens[batch.rows], batch.samples)
+        sampled = batch.samples
+        if seqs.beams is not None:  # beams leave their candidates for the next step's events
+            beams = collect(seqs.beams, batch.rows, logits, rows_sampling.stop_ids, sampled)
+            seqs = seqs.replace(beams=beams)
+            sampled &= beams.leader.at[batch.rows].get(mode="clip") == seqs.num_rows
+        tokens, logprobs = sampling.sample(logits, rows_sampling, seqs.num_tokens[batch.rows], sampled)
 
     with jax.named_scope("commit"):
         counters = _count(sizes, state.counters, books.pool, seqs, batch, jnp.sum(take))
-        books, seqs = _commit(sizes, books, seqs, batch, take[:width], tokens, logprobs, width)
+        seqs = append(seqs, batch.rows, tokens, logprobs, sampled)
+        books, seqs = _commit(sizes, books, seqs, batch, take[:width], width)
     kv = cache.kv.replace(k_pages=k_pages, v_pages=v_pages)
     return EngineState(books.replace(kv=kv), seqs, counters)
 
 
-def _commit(sizes, books: PagedCache, seqs: Sequences, batch: Batch, take, tokens, logprobs, width: int):
+def _commit(sizes, books: PagedCache, seqs: Sequences, batch: Batch, take, width: int):
     rows = jnp.where(take > 0, batch.rows, seqs.num_rows)
     before = seqs.num_computed[batch.rows]
-    seqs = append(seqs, batch.rows, tokens, logprobs, batch.samples)
     seqs = seqs.replace(num_computed=seqs.num_computed.at[rows].add(take, mode="drop"))
     return release_below_window(sizes, books, rows, before, before + take, width), seqs
 
@@ -166,7 +177,8 @@ def run(
         state, done, progress = carry
         rows, active = running_rows(state.seqs)
         finished = jnp.any(active & (state.seqs.status[rows] == FINISHED))
-        return progress & (((done < max_steps) & has_unfinished(state.seqs)) | finished)
+        left = finished | is_due(state.seqs)
+        return progress & (((done < max_steps) & has_unfinished(state.seqs)) | left)
 
     def advance(carry):
         state, done, _ = carry

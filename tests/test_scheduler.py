@@ -12,7 +12,7 @@ from paged_jax.block_pool import free_queue
 from paged_jax.config import CacheConfig, EngineConfig
 from paged_jax.engine import Engine
 from paged_jax.errors import InvalidRequestError
-from paged_jax.requests import make_request, to_rows
+from paged_jax.requests import Output, make_request, to_rows
 from paged_jax.sampling_params import SamplingParams
 from toy_decoder import ToyDecoder, random_prompts
 
@@ -74,8 +74,11 @@ def scheduled(lengths, *, budget, max_running):
     config = EngineConfig(200, 1000, max_num_seqs=max_running, max_num_batched_tokens=budget, num_rows=6)
     sizes = CacheConfig(200, config.rows, config.max_blocks_per_row)
     requests = {
-        row: make_request(
-            "", [1] * length, SamplingParams(), config=config, sizes=sizes, vocab_size=9, eos_token_ids=(), seed=0
+        row: Output(
+            make_request(
+                "", [1] * length, SamplingParams(), config=config, sizes=sizes, vocab_size=9, eos_token_ids=(), seed=0
+            ),
+            0,
         )
         for row, length in enumerate(lengths)
     }

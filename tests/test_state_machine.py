@@ -25,7 +25,7 @@ from paged_jax import (
     step,
 )
 from paged_jax.config import CacheConfig, EngineConfig
-from paged_jax.requests import blocks_at_most, make_request, to_rows
+from paged_jax.requests import Output, blocks_at_most, make_request, to_rows
 from paged_jax.sampling_params import SamplingParams
 from plain_cache import PlainCache, books, plain_books
 from plain_scheduler import PlainRequest, PlainScheduler
@@ -249,7 +249,7 @@ class AgainstPlainScheduler(RuleBasedStateMachine):
             params = SamplingParams(temperature=0, max_tokens=more, stop_token_ids=stop_ids)
             vocabulary = {"vocab_size": self.model.vocab_size, "eos_token_ids": ()}
             request = make_request("", prompt, params, config=self.config, sizes=self.sizes, seed=0, **vocabulary)
-            new = to_rows({row: request}, self.config)
+            new = to_rows({row: Output(request, 0)}, self.config)
             self.state = self.state.replace(seqs=self.programs["add"](self.state.seqs, new))
             self.plain.add(row, PlainRequest(prompt, length + more, stop_ids))
         self.compare()

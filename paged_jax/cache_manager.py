@@ -245,7 +245,7 @@ def release_below_window(
     max_tokens: int,
 ) -> PagedCache:
     """Release, in the sliding-window groups, the whole blocks that fell below the window as `before` computed tokens became
-    `after`, which are `max_tokens` more at most in all rows together."""
+    `after`, which are `max_tokens` more at most in all rows together: those of all rows as one long table, from its end."""
     sliding = [(g, window) for g, window in enumerate(config.windows) if window is not None]
     if not sliding:
         return cache
@@ -260,8 +260,7 @@ def release_below_window(
     row, column = rows[owner // len(sliding)], low.ravel()[owner] + rank
     at = (group, row, jnp.where(given, column, tables.blocks.shape[2]))
     blocks, table = read_before_write(tables.blocks, at)
-    # Block by block in table order: what is released later stands in front of it, as when whole rows are.
-    blocks = jnp.where(given, blocks, 0)[:, None]
+    blocks = jnp.where(given, blocks, 0)[None]
     pool, _ = block_pool.release(cache.pool, blocks, _is_registered(cache, blocks))
     return cache.replace(pool=pool, tables=tables.replace(blocks=table.at[at].set(0, mode="drop")))
 

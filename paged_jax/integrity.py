@@ -19,7 +19,9 @@ def check_integrity(state: PagedCache | EngineState, *, block_size: int | None =
     2. No row's table names a block twice (the null block may repeat where a window has passed), and entries past `num_blocks`
        are 0.
     3. A row has at least ceil(computed / block_size) entries, nulls included, and no more than its allocation asked for.
-    4. Of an engine: the running places, the waiting order and the rows' status tell the same story, and only running rows have
+    4. Every live entry of the prefix directory names one block, whose tokens are those of the rows that hold it, and no content
+       is registered twice.
+    5. Of an engine: the running places, the waiting order and the rows' status tell the same story, and only running rows have
        blocks.
 
     `block_size` is needed only where the cache has no pages to read it from.
@@ -30,6 +32,8 @@ def check_integrity(state: PagedCache | EngineState, *, block_size: int | None =
     pool, tables = jax.device_get((cache.pool, cache.tables))
     seqs = jax.device_get(state.seqs) if isinstance(state, EngineState) else None
     faults = _check_pool(pool) + _check_tables(tables) + _check_counts(pool, tables)
+    if cache.directory is not None:
+        faults += _check_directory(jax.device_get(cache.directory), tables, seqs)
     if block_size is not None:
         faults += _check_sizes(tables, seqs, block_size)
     return faults if seqs is None else faults + _check_rows(seqs, tables)
@@ -97,6 +101,37 @@ def _check_sizes(tables: BlockTables, seqs: Sequences | None, block_size: int) -
             faults.append(f"group {group}, row {row}: {have} blocks, but it asked for {tables.num_tokens[row]} tokens")
         if seqs is not None and have < -(-seqs.num_computed[row] // block_size) and seqs.status[row] == RUNNING:
             faults.append(f"group {group}, row {row}: {have} blocks hold {seqs.num_computed[row]} computed tokens")
+    return faults
+
+
+def _check_directory(directory: Any, tables: BlockTables, seqs: Sequences | None) -> list[str]:
+    faults, size = [], directory.tokens.shape[1]
+    sets = directory.table.shape[0]
+    named = [
+        (int(block), key)
+        for key, ways in enumerate(directory.table)
+        for block in ways
+        if directory.content_id[block] > 0
+        and directory.parent_id[block] != 0
+        and directory.hash[block] & (sets - 1) == key
+    ]
+    seen: dict[Any, int] = {}
+    for block, _ in named:
+        content = (int(directory.parent_id[block]), tuple(directory.tokens[block].tolist()))
+        if seen.setdefault(content, block) != block:
+            faults.append(f"directory: blocks {seen[content]} and {block} are registered for one content")
+        if directory.parent_id[block] >= directory.content_id[block]:
+            faults.append(f"block {block}: content {directory.content_id[block]} is older than its parent")
+    if np.any(directory.content_id >= directory.next_id):
+        faults.append("directory: a content id is yet to be given")
+    for row in [] if seqs is None else seqs.running[: seqs.num_running].tolist():
+        full = min(int(directory.num_registered[row]), seqs.num_computed[row] // size)
+        for group, column in np.ndindex(tables.num_blocks.shape[0], full):
+            block = tables.blocks[group, row, column]
+            if block in dict(named) and np.any(
+                directory.tokens[block] != seqs.tokens[row, column * size : (column + 1) * size]
+            ):
+                faults.append(f"block {block}: registered for other tokens than row {row} has in column {column}")
     return faults
 
 

@@ -155,10 +155,10 @@ class LLM:
         """
         counters = self.engine.counters
         values = {} if counters is None else {name: value.item() for name, value in counters.items()}
-        in_use, filled = values.pop("block_steps", 0.0), values.pop("filled_block_steps", 0.0)
+        in_use, empty = values.pop("block_steps", 0.0), values.pop("empty_block_steps", 0.0)
         queried = values.get("queried_tokens", 0)
         return values | {
-            "waste": 1 - filled / in_use if in_use else 0.0,
+            "waste": empty / in_use if in_use else 0.0,
             "hit_rate": values["hit_tokens"] / queried if queried else 0.0,
             "num_blocks": self.engine.config.num_blocks,
         }

@@ -28,8 +28,9 @@ from paged_jax.block_table import BlockTables
 
 WAYS = 8
 ENTRIES_A_PASS = 32  # blocks registered in one vectorised pass
+LONG = 8  # more blocks of one row than this are registered in passes of their own
 LAST_ID = 2**30  # the directory is emptied when ids come this far
-HASH_MASK = 0xFFFFFFFF  # tests take most of it away, to force collisions
+HASH_BITS = 32  # tests leave a few, to force collisions
 NO_ID = 0  # of a block that is not registered; of a row that no longer registers
 
 
@@ -38,6 +39,7 @@ class PrefixDirectory(struct.PyTreeNode):
 
     Attributes:
         content_id: above 0 for a block with content worth keeping.
+        parent_id: of the content before it, or a root; NO_ID for a mate.
         mates: blocks of the other groups with the same tokens as the block, 0 where there is none.
         num_registered: leading blocks of a row that the directory knows, its hits among them.
         last_id: content id of the last of them, the row's root (below 0) before the first, or NO_ID: no more are registered.
@@ -66,8 +68,8 @@ class Prefix(NamedTuple):
 
 
 def init_directory(num_blocks: int, block_size: int, num_groups: int, num_rows: int) -> PrefixDirectory:
-    """Nothing registered. The table has room for twice as many entries as there are blocks."""
-    sets = 1 << max(0, -(-2 * num_blocks // WAYS) - 1).bit_length()
+    """Nothing registered. The table has room for four times as many entries as there are blocks: a set is hardly ever full."""
+    sets = 1 << max(0, -(-4 * num_blocks // WAYS) - 1).bit_length()
 
     def zeros(*shape, dtype=jnp.int32):
         return jnp.zeros(shape, dtype)
@@ -129,7 +131,7 @@ def find_prefix(
     column = jnp.arange(columns, dtype=jnp.int32)
     sums = _block_sums(tokens, column)
     hashes = root_hash(root) + jnp.cumsum(sums, dtype=jnp.uint32)
-    ways, equal = _candidates(directory, hashes & HASH_MASK, tokens)
+    ways, equal = _candidates(directory, _key(hashes), tokens)
     blocks, ids = _follow(directory, ways, equal, root, column == 0)
     hit = (blocks != 0) & (column < num_blocks)
     group, others = key_group(windows), []
@@ -164,8 +166,13 @@ def register(
 
 
 def _register_some(directory: PrefixDirectory, group: int, tables: BlockTables, tokens, rows, counts):
-    """One pass: entries of rows in order, and within a row of columns in order."""
-    size = ENTRIES_A_PASS
+    """One pass: many blocks of one row, or the next block of many.
+
+    So every content that two rows bring is seen twice: in the same pass by comparison, in a later one by lookup.
+    """
+    size, is_long = ENTRIES_A_PASS, counts > LONG
+    alone = jnp.arange(counts.shape[0]) == jnp.argmax(is_long)
+    counts = jnp.where(jnp.any(is_long), jnp.where(alone, counts, 0), jnp.minimum(counts, 1))
     counts = jnp.clip(size - (jnp.cumsum(counts) - counts), 0, counts)
     owner, rank, given = spread(counts, size)
     index, row, first = jnp.arange(size, dtype=jnp.int32), rows[owner], rank == 0
@@ -179,7 +186,7 @@ def _register_some(directory: PrefixDirectory, group: int, tables: BlockTables, 
         return sums - (sums - values)[index - rank]
 
     hashes = directory.prefix_hash[row] + in_row(jnp.where(given, _block_sums(content, column), 0))
-    keys, parent = hashes & HASH_MASK, directory.last_id[row]
+    keys, parent = _key(hashes), directory.last_id[row]
     blocks = jnp.where(given, tables.blocks[:, row, column], 0)
     block, mates = blocks[group], jnp.delete(blocks, group, axis=0, assume_unique_indices=True)
 
@@ -201,7 +208,8 @@ def _register_some(directory: PrefixDirectory, group: int, tables: BlockTables, 
     target_set = (keys & (sets - 1)).astype(jnp.int32)
     in_set = jnp.sum(jnp.tril((target_set[:, None] == target_set) & fresh, -1), axis=1)
     foreign = (directory.hash[ways] & (sets - 1)).astype(jnp.int32) != target_set[:, None]
-    free = (directory.content_id[ways] == NO_ID) | foreign | (ways == 0) | (ways == block[:, None])
+    dead = (directory.content_id[ways] == NO_ID) | (directory.parent_id[ways] == NO_ID)
+    free = dead | foreign | (ways == 0) | (ways == block[:, None])
     chosen = free & (jnp.cumsum(free, axis=1) == in_set[:, None] + 1)
     failed = given & ~found & ~twin & ~(fresh & jnp.any(chosen, axis=1))
     broken = in_row(failed.astype(jnp.int32)) > 0
@@ -220,14 +228,17 @@ def _register_some(directory: PrefixDirectory, group: int, tables: BlockTables, 
     ways_index, directory, keys = jax.lax.optimization_barrier((jnp.argmax(chosen, axis=1), directory, keys))
     target = jnp.where(insert, block, end)
     content_id = directory.content_id.at[target].set(ids, mode="drop")
+    parent_id = directory.parent_id.at[target].set(parents, mode="drop")
     new_mates = directory.mates.at[:, target].set(mates, mode="drop")
     for g in range(mates.shape[0]):
         mate_target = jnp.where((insert & (mates[g] != 0)) | mends[g], mates[g], end)
         content_id = content_id.at[mate_target].set(ids, mode="drop")
+        # A mate has no entry of its own: an old one of that block must not come to life again.
+        parent_id = parent_id.at[mate_target].set(NO_ID, mode="drop")
         new_mates = new_mates.at[g, jnp.where(mends[g], holder, end)].set(mates[g], mode="drop")
     directory = directory.replace(
         content_id=content_id,
-        parent_id=directory.parent_id.at[target].set(parents, mode="drop"),
+        parent_id=parent_id,
         hash=directory.hash.at[target].set(keys, mode="drop"),
         tokens=directory.tokens.at[target].set(content, mode="drop"),
         mates=new_mates,
@@ -274,6 +285,10 @@ def _follow(
     chosen = jnp.any(good, axis=1)
     block, content = (jnp.take_along_axis(x, way, axis=1)[:, 0] for x in (ways, ids))
     return jnp.where(chosen, block, 0), jnp.where(chosen, content, NO_ID)
+
+
+def _key(hashes: UInt[Array, "n"]) -> UInt[Array, "n"]:
+    return hashes >> (32 - HASH_BITS)
 
 
 def _block_sums(tokens: Int[Array, "n B"], column: Int[Array, "n"]) -> UInt[Array, "n"]:

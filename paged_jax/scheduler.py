@@ -30,6 +30,7 @@ from paged_jax.cache_manager import (
     blocks_begun,
     copies_needed,
     copy_on_write,
+    grow,
     release_rows,
     shared_writes,
 )
@@ -45,6 +46,7 @@ class Schedule(struct.PyTreeNode):
     seqs: Sequences
     take: Int[Array, "S"]  # tokens that each running place computes in this step
     copies: BlockCopies  # pages to be copied before anything is written
+    num_events: Int[Array, ""]  # 1 where there were any
     num_preempted: Int[Array, ""]  # in this step
     queried: Int[Array, ""]  # prompt tokens of rows that started for the first time
     hits: Int[Array, ""]  # how many of them were in the cache
@@ -54,7 +56,7 @@ def schedule(config: CacheConfig, most: int, cache: PagedCache, seqs: Sequences,
     """Decide a step of up to `budget` tokens, `most` at most; afterwards its new blocks are free and ready at the queue's head."""
     zero = jnp.zeros_like(seqs.num_running)
     copies = no_copies(config.num_groups * seqs.max_running, zero)
-    plan = Schedule(cache.books, seqs, plan_running(budget, seqs), copies, zero, zero, zero)
+    plan = Schedule(cache.books, seqs, plan_running(budget, seqs), copies, zero, zero, zero, zero)
     eventful = _is_eventful(config, most, plan, budget)
     with jax.named_scope("events"):
         return once(eventful, lambda p: _events(config, most, p, budget), plan)
@@ -161,12 +163,29 @@ def _events(config: CacheConfig, most: int, plan: Schedule, budget: Array) -> Sc
 
     start = (plan, reserved, plan.num_preempted == 0)
     plan, _, _ = jax.lax.while_loop(can_go_on, admit_one, start)
-    cache = plan.cache
-    if any(window is not None for window in config.windows):  # a chunk may pass out of the window as it is computed
+    cache = _make_ready(config, most, plan)
+    if cache.directory is not None and any(window is not None for window in config.windows):
+        # A chunk may pass out of the window as it is computed: its blocks are taken now, and registered.
+        cache = grow_running(config, cache, plan.seqs, plan.take, most)
         cache = register_running(config, cache, plan.seqs, plan.take)
-    need = jnp.sum(step_blocks(config, cache, plan.seqs, plan.take))
+    return plan.replace(cache=cache, num_events=jnp.ones_like(plan.num_events))
+
+
+def _make_ready(config: CacheConfig, most: int, plan: Schedule) -> PagedCache:
+    need = jnp.sum(step_blocks(config, plan.cache, plan.seqs, plan.take))
     width = max_step_blocks(config, most, plan.seqs.max_running)
-    return plan.replace(cache=cache.replace(pool=block_pool.make_ready(cache.pool, need, width)))
+    return plan.cache.replace(pool=block_pool.make_ready(plan.cache.pool, need, width))
+
+
+def grow_running(
+    config: CacheConfig, cache: PagedCache, seqs: Sequences, take: Int[Array, "S"], width: int
+) -> PagedCache:
+    """Give the running rows the blocks in which the step's tokens, `width` at most, go; they stand ready at the queue's head."""
+    rows, _ = running_rows(seqs)
+    need = step_blocks(config, cache, seqs, take)
+    target = jnp.where(take > 0, rows, seqs.num_rows)[:width]
+    asked = (seqs.num_computed[rows] + take)[:width]
+    return grow(cache, target, need[:, :width], asked, max_step_blocks(config, width, seqs.max_running))
 
 
 def _is_split(plan: Schedule) -> Bool[Array, ""]:
@@ -200,6 +219,7 @@ def register_running(config: CacheConfig, cache: PagedCache, seqs: Sequences, ta
         return cache
     rows, active = running_rows(seqs)
     full = (seqs.num_computed[rows] + take) // config.block_size
+    full = jnp.minimum(full, jnp.min(cache.tables.num_blocks[:, rows], axis=0))  # what is there to be named
     rows = jnp.where(active, rows, seqs.num_rows)
     directory = prefix_directory.register(cache.directory, config.windows, cache.tables, seqs.tokens, rows, full)
     return cache.replace(directory=directory)

@@ -16,18 +16,17 @@ from paged_jax.arrays import once
 from paged_jax.batch import Batch, build_batch
 from paged_jax.beam_search import is_due
 from paged_jax.beams import collect
-from paged_jax.block_table import first_live_block
-from paged_jax.cache_manager import PagedCache, grow, init_cache, release_below_window
+from paged_jax.cache_manager import PagedCache, init_cache, release_below_window
 from paged_jax.config import CacheConfig, EngineConfig
 from paged_jax.kv_cache import copy_pages
-from paged_jax.scheduler import max_step_blocks, schedule, step_blocks
+from paged_jax.scheduler import grow_running, schedule
 from paged_jax.sequences import FINISHED, Sequences, append, init_sequences, running_rows
 
 
 class Counters(struct.PyTreeNode):
     """What happened since the state was made. Few arrays, because each is a kernel in every step."""
 
-    totals: Int[Array, "7"]
+    totals: Int[Array, "8"]
     peaks: Int[Array, "2"]
     sums: Float[Array, "2"]
 
@@ -40,10 +39,13 @@ class Counters(struct.PyTreeNode):
     copied_blocks = property(
         lambda self: self.totals[6], doc="Blocks copied because a sequence wrote into a shared one."
     )
+    eventful_steps = property(lambda self: self.totals[7], doc="Steps that admitted, preempted, copied or released.")
     peak_blocks = property(lambda self: self.peaks[0], doc="Most blocks in use in one step.")
     peak_running = property(lambda self: self.peaks[1], doc="Most sequences running in one step.")
     block_steps = property(lambda self: self.sums[0], doc="Blocks in use, summed over steps.")
-    filled_block_steps = property(lambda self: self.sums[1], doc="Tokens in them / block_size, summed over steps.")
+    empty_block_steps = property(
+        lambda self: self.sums[1], doc="Slots in them that hold no token / block_size, likewise."
+    )
 
     def items(self):
         """Names and values."""
@@ -78,7 +80,7 @@ def init_state(config: EngineConfig, sizes: CacheConfig, cache: PagedCache | Non
         seqs=init_sequences(
             config.rows, config.max_model_len, config.max_num_seqs, config.max_stop_ids, config.max_beam_width
         ),
-        counters=Counters(jnp.zeros(7, jnp.int32), jnp.zeros(2, jnp.int32), jnp.zeros(2)),
+        counters=Counters(jnp.zeros(8, jnp.int32), jnp.zeros(2, jnp.int32), jnp.zeros(2)),
     )
 
 
@@ -97,8 +99,8 @@ def step(
         total = jnp.sum(plan.take)
     with jax.named_scope("copy"):
         kv = copy_pages(state.cache.kv, plan.copies)
-    news = jnp.stack([plan.num_preempted, plan.queried, plan.hits, plan.copies.count])
-    totals = state.counters.totals.at[jnp.asarray([1, 4, 5, 6])].add(news)
+    news = jnp.stack([plan.num_preempted, plan.queried, plan.hits, plan.copies.count, plan.num_events])
+    totals = state.counters.totals.at[jnp.asarray([1, 4, 5, 6, 7])].add(news)
     state = EngineState(plan.cache.replace(kv=kv), plan.seqs, state.counters.replace(totals=totals))
     least = jnp.zeros_like(total)
     assert config.widths is not None  # set when made
@@ -112,13 +114,8 @@ def step(
 
 def _compute(model, sizes: CacheConfig, state: EngineState, take: Int[Array, "S"], width: int) -> EngineState:
     cache, seqs = state.cache, state.seqs
-    rows, _ = running_rows(seqs)
     with jax.named_scope("grow"):
-        need = step_blocks(sizes, cache, seqs, take)
-        active_rows = jnp.where(take > 0, rows, seqs.num_rows)[:width]
-        asked = (seqs.num_computed[rows] + take)[:width]
-        most = max_step_blocks(sizes, width, seqs.max_running)
-        books = grow(cache.books, active_rows, need[:, :width], asked, most)
+        books = grow_running(sizes, cache.books, seqs, take, width)
     with jax.named_scope("batch"):
         batch = build_batch(sizes, books.tables, seqs, take, width)
     with jax.named_scope("decoder"):
@@ -134,7 +131,7 @@ def _compute(model, sizes: CacheConfig, state: EngineState, take: Int[Array, "S"
         tokens, logprobs = sampling.sample(logits, rows_sampling, seqs.num_tokens[batch.rows], sampled)
 
     with jax.named_scope("commit"):
-        counters = _count(sizes, state.counters, books.pool, seqs, batch, jnp.sum(take))
+        counters = _count(sizes, state.counters, books, batch, jnp.sum(take))
         seqs = append(seqs, batch.rows, tokens, logprobs, sampled)
         books, seqs = _commit(sizes, books, seqs, batch, take[:width], width)
     kv = cache.kv.replace(k_pages=k_pages, v_pages=v_pages)
@@ -148,19 +145,19 @@ def _commit(sizes, books: PagedCache, seqs: Sequences, batch: Batch, take, width
     return release_below_window(sizes, books, rows, before, before + take, width), seqs
 
 
-def _count(sizes: CacheConfig, counters: Counters, pool, seqs: Sequences, batch: Batch, total) -> Counters:
-    in_use = pool.num_blocks - 1 - pool.num_free
+def _count(sizes: CacheConfig, counters: Counters, books: PagedCache, batch: Batch, total) -> Counters:
+    in_use = books.pool.num_blocks - 1 - books.pool.num_free
     active = jnp.arange(batch.rows.shape[0]) < batch.num_seqs
-    computed = seqs.num_computed[batch.rows]
-    passed = [first_live_block(computed, window, sizes.block_size) * sizes.block_size for window in sizes.windows]
-    filled = sum(jnp.sum(jnp.where(active, batch.kv_lens - skipped, 0)) for skipped in passed)
+    # What is shared is full, but for the last block of a fork in the step before it is copied.
+    slots = books.tables.num_blocks[:, batch.rows] * sizes.block_size
+    empty = jnp.sum(jnp.where(active, slots - batch.kv_lens, 0))
     one = jnp.ones_like(in_use)
     return Counters(
         totals=counters.totals.at[jnp.asarray([0, 2, 3])].add(
             jnp.stack([one, total, jnp.sum(batch.samples, dtype=jnp.int32)])
         ),
         peaks=jnp.maximum(counters.peaks, jnp.stack([in_use, batch.num_seqs])),
-        sums=counters.sums + jnp.stack([in_use.astype(jnp.float32), filled / sizes.block_size]),
+        sums=counters.sums + jnp.stack([in_use.astype(jnp.float32), empty / sizes.block_size]),
     )
 
 

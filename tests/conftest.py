@@ -8,7 +8,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 # Set before jax is first imported. Four CPU devices, for the tests on meshes. Nearly all of the time is compiling: LLVM is told
 # to take less of it; what XLA makes of a program is not touched by that.
-FLAGS = ("--xla_force_host_platform_device_count=4", "--xla_llvm_disable_expensive_passes=true")
+FLAGS = ("--xla_force_host_platform_device_count=4", "--xla_backend_optimization_level=0")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
 

@@ -39,11 +39,53 @@ class PlainPool:
         self.queue = heads + self.queue + tails
 
 
+class PlainDirectory:
+    """Which block holds which content: tokens, and the identity of what is before them."""
+
+    def __init__(self, block_size):
+        self.block_size, self.next_id = block_size, 1
+        self.known = {}  # (parent id, tokens) -> (id, block of each group)
+        self.contents = {}  # block -> its id
+
+    def evict(self, block):
+        self.contents.pop(block, None)
+        self.known = {content: (i, b) for content, (i, b) in self.known.items() if self.contents.get(b[0]) == i}
+
+    def find(self, root, tokens):
+        """Ids and blocks of the longest known beginning, in full blocks."""
+        found, parent, size = [], root, self.block_size
+        for start in range(0, len(tokens) - size + 1, size):
+            hit = self.known.get((parent, tuple(tokens[start : start + size])))
+            if hit is None:
+                break
+            found.append(hit)
+            parent = hit[0]
+        return found
+
+    def register(self, parent, tokens, blocks):
+        """One more block of a row; returns its content's id. `blocks`: its block in each group, the first keeps all."""
+        key = (parent, tuple(tokens))
+        if key not in self.known:
+            self.known[key] = (self.next_id, list(blocks))
+            for block in blocks:
+                if block:
+                    self.contents[block] = self.next_id
+            self.next_id += 1
+            return self.next_id - 1
+        content, known = self.known[key]
+        for g, block in enumerate(blocks):
+            if g > 0 and block and block not in self.contents and self.contents.get(known[g]) != content:
+                known[g] = block
+                self.contents[block] = content
+        return content
+
+
 class PlainCache:
     """A pool, and for each group and row a list of block ids."""
 
-    def __init__(self, num_blocks, num_rows, max_blocks, block_size, windows):
+    def __init__(self, num_blocks, num_rows, max_blocks, block_size, windows, caching=False):
         self.pool = PlainPool(num_blocks)
+        self.directory = PlainDirectory(block_size) if caching else None
         self.max_blocks, self.block_size, self.windows = max_blocks, block_size, windows
         self.tables = [[[] for _ in range(num_rows)] for _ in windows]
         self.num_tokens = [0] * num_rows
@@ -55,9 +97,27 @@ class PlainCache:
         """Blocks that a row lacks in each group."""
         return [max(self.blocks_for(num_tokens) - len(table[row]), 0) for table in self.tables]
 
+    def pop(self, count):
+        blocks = self.pool.pop(count)
+        if self.directory is not None:
+            for block in blocks:
+                self.directory.evict(block)
+        return blocks
+
+    def release(self, blocks):
+        known = self.directory.contents if self.directory is not None else {}
+        self.pool.release(blocks, [block in known for block in blocks])
+
+    def share(self, row, blocks, num_tokens):
+        """An empty row begins with blocks, a list for each group."""
+        for table, own in zip(self.tables, blocks, strict=True):
+            table[row] = list(own)
+            self.pool.touch(own)
+        self.num_tokens[row] = num_tokens
+
     def grow(self, row, need, num_tokens):
         for table, count in zip(self.tables, need, strict=True):
-            table[row] += self.pool.pop(count)
+            table[row] += self.pop(count)
         self.num_tokens[row] = max(self.num_tokens[row], num_tokens)
 
     def allocate(self, rows, new, reserved=0, must_fit=0):
@@ -84,7 +144,7 @@ class PlainCache:
         for row, position in writes:
             for table in self.shared_by(row, position):
                 column = position // self.block_size
-                old, (new,) = table[column], self.pool.pop(1)
+                old, (new,) = table[column], self.pop(1)
                 self.pool.ref_count[old] -= 1
                 table[column] = new
                 copies.append((old, new))
@@ -116,7 +176,7 @@ class PlainCache:
     def free(self, rows):
         """One row after another; a row's groups count as one long table."""
         for row in rows:
-            self.pool.release([block for table in self.tables for block in table[row]])
+            self.release([block for table in self.tables for block in table[row]])
             for table in self.tables:
                 table[row] = []
             self.num_tokens[row] = 0
@@ -124,14 +184,15 @@ class PlainCache:
     def first_live_block(self, computed, window):
         return 0 if window is None else max(computed - window + 1, 0) // self.block_size
 
-    def release_below_window(self, row, before, after):
-        """Nulls for the blocks that fell below the window as `before` computed tokens became `after`."""
+    def release_below_window(self, rows, before, after):
+        """Nulls for the blocks that fell below each row's window as `before` computed tokens became `after`."""
         gone = []
-        for table, window in zip(self.tables, self.windows, strict=True):
-            low, high = (self.first_live_block(tokens, window) for tokens in (before, after))
-            gone += table[row][low:high]
-            table[row][low:high] = [0] * (high - low)
-        self.pool.release(gone)
+        for row, first, then in zip(rows, before, after, strict=True):
+            for table, window in zip(self.tables, self.windows, strict=True):
+                low, high = (self.first_live_block(tokens, window) for tokens in (first, then))
+                gone += table[row][low:high]
+                table[row][low:high] = [0] * (high - low)
+        self.release(gone)
 
 
 def books(cache):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-DATA = Path(__file__).parent.parent / "data"
+DATA = Path(__file__).parent / "data"
 TINY = DATA / "tiny"
 SIZE = 40  # tokens of every step here, padding included: compiling is what these tests spend their time on
 

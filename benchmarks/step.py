@@ -44,13 +44,13 @@ class NoDecoder(nnx.Module):
         return -jnp.abs(jnp.arange(self.vocab_size) - 1) + 0 * hidden
 
 
-def engine_config(rows: int, num_blocks: int) -> EngineConfig:
-    return EngineConfig(num_blocks, MAX_LEN, rows, max(rows, 512), num_rows=rows)
+def engine_config(rows: int, num_blocks: int, caching: bool = False) -> EngineConfig:
+    return EngineConfig(num_blocks, MAX_LEN, rows, max(rows, 512), num_rows=rows, enable_prefix_caching=caching)
 
 
-def decoding(rows: int, num_blocks: int, windows):
+def decoding(rows: int, num_blocks: int, windows, caching: bool):
     """A jitted run of many steps, and a state in which every row decodes, at different places of its last block."""
-    model, config = NoDecoder(windows), engine_config(rows, num_blocks)
+    model, config = NoDecoder(windows), engine_config(rows, num_blocks, caching)
     sizes = step.cache_config(config, model)
     make = partial(make_request, config=config, sizes=sizes, vocab_size=8, eos_token_ids=(), seed=0)
     params = SamplingParams(temperature=0, max_tokens=min(MAX_LEN // 2, num_blocks * 8))
@@ -63,9 +63,9 @@ def decoding(rows: int, num_blocks: int, windows):
     return run, state
 
 
-def step_time(rows: int, num_blocks: int, repeats: int, windows=(None,)) -> float:
+def step_time(rows: int, num_blocks: int, repeats: int, windows=(None,), caching: bool = False) -> float:
     """us a step of steady decode: the best of some dispatches from the same state."""
-    run, start = decoding(rows, num_blocks, windows)
+    run, start = decoding(rows, num_blocks, windows, caching)
     best = float("inf")
     for _ in range(repeats):
         state = jax.block_until_ready(jax.tree.map(jnp.copy, start))
@@ -114,6 +114,10 @@ def main() -> None:
         steps = "".join(f"{step_time(rows, n, repeats):>19.1f}" for n in BLOCKS)
         dispatch, collect = host_times(rows, repeats)
         print(f"{rows:>4}   {steps}   {dispatch:>10.0f}{collect:>10.0f}", flush=True)
+    print("\nand with prefix caching")
+    for rows in ROWS:
+        steps = "".join(f"{step_time(rows, n, repeats, caching=True):>19.1f}" for n in BLOCKS)
+        print(f"{rows:>4}   {steps}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ NUM_BLOCKS = 131071  # prime, and above every other size
 RUNNING, BUDGET = 64, 512
 BLOCK_SIZE, KV_HEADS, HEAD_DIM = 16, 2, 8
 PAGE_SIZE = NUM_BLOCKS * BLOCK_SIZE * KV_HEADS * HEAD_DIM  # elements
-WINDOWS = {"full": (None, None), "full and window": (None, 40, None)}
+WINDOWS = {"full": (None, None), "full and window": (None, 40, None), "everything": (None, 40, None)}
+OPTIONS = {"everything": dict(enable_prefix_caching=True, max_beam_width=4)}  # else none
 
 
 def make_model(windows: tuple[int | None, ...], dtype: str = "float32"):
@@ -35,10 +36,11 @@ def make_model(windows: tuple[int | None, ...], dtype: str = "float32"):
     return nnx.split(Llama(config, rngs=nnx.Rngs(0)))
 
 
-def step_program(windows=(None, None), dtype: str = "float32", decoder=None):
+def step_program(kind: str = "full", dtype: str = "float32", decoder=None):
     """A function `(params, state, max_steps)` and its abstract arguments; the state is to be donated (argument 1)."""
-    graphdef, params = make_model(windows, dtype) if decoder is None else nnx.split(decoder)
-    config = EngineConfig(NUM_BLOCKS, max_model_len=320, max_num_seqs=RUNNING, max_num_batched_tokens=BUDGET)
+    graphdef, params = make_model(WINDOWS[kind], dtype) if decoder is None else nnx.split(decoder)
+    sizes = dict(max_model_len=320, max_num_seqs=RUNNING, max_num_batched_tokens=BUDGET)
+    config = EngineConfig(NUM_BLOCKS, **sizes, **OPTIONS.get(kind, {}))
     sizes = step.cache_config(config, nnx.merge(graphdef, params))
     state = jax.eval_shape(lambda: step.init_state(config, sizes))
 
@@ -48,9 +50,9 @@ def step_program(windows=(None, None), dtype: str = "float32", decoder=None):
     return run, (params, state, jax.ShapeDtypeStruct((), jnp.int32))
 
 
-def generate_program(windows=(None, None), dtype: str = "float32"):
+def generate_program(kind: str = "full", dtype: str = "float32"):
     """A function `(params, prompts, prompt_lens, key)` and its abstract arguments."""
-    graphdef, params = make_model(windows, dtype)
+    graphdef, params = make_model(WINDOWS[kind], dtype)
     call = partial(
         generate,
         graphdef,

@@ -7,7 +7,11 @@ READY := $(VENV)/.ready
 PIP := -m pip install --quiet --disable-pip-version-check
 
 OLDEST := 0.11.2
-CORE_TESTS := tests/test_compiled.py tests/test_compiled_checks.py tests/test_step.py tests/test_engine.py tests/test_cache_manager.py
+CORE_TESTS := tests/test_compiled.py tests/test_compiled_checks.py tests/test_step.py tests/test_engine.py tests/test_cache_manager.py \
+	tests/test_parallel_sampling.py tests/test_prefix_caching.py
+
+# Two processes, each with files of its own: nearly all of the time is compiling.
+TWO := -n 2 --dist loadfile
 
 .PHONY: setup demo test test-fast test-oldest test-cuda-compile lint format bench clean
 
@@ -39,13 +43,13 @@ demo: $(READY)
 	$(RUN) examples/generate.py
 
 test: $(READY)
-	$(RUN) -m pytest -q --durations=15
+	$(RUN) -m pytest -q --durations=15 $(TWO)
 
 test-fast: $(READY)
-	$(RUN) -m pytest -q -m "not slow"
+	$(RUN) -m pytest -q -m "not slow" $(TWO)
 
 test-oldest: .venv-oldest/.ready
-	.venv-oldest/bin/python -m pytest -q $(CORE_TESTS)
+	.venv-oldest/bin/python -m pytest -q $(TWO) $(CORE_TESTS)
 
 test-cuda-compile: .venv-cuda/.ready
 	JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -q tests/test_cuda_compile.py
@@ -61,6 +65,7 @@ format: $(READY)
 
 bench: $(READY)
 	$(RUN) benchmarks/step.py
+	$(RUN) benchmarks/prefix.py
 
 clean:
 	rm -rf .venv .venv-oldest .venv-cuda build dist *.egg-info

@@ -8,6 +8,7 @@ Usage: python benchmarks/prefix.py [--quick]
 
 import argparse
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ PROMPTS, SHARED, OWN, NEW = 32, 512, 32, 16
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
 
 
-def make_engine(model, caching: bool) -> Engine:
+def make_engine(model: tuple[Any, Any], caching: bool) -> Engine:
     length = SHARED + OWN + NEW
     config = EngineConfig(
         num_blocks=1 + PROMPTS * -(-length // 16),
@@ -32,7 +33,8 @@ def make_engine(model, caching: bool) -> Engine:
         num_rows=PROMPTS,
         enable_prefix_caching=caching,
     )
-    return Engine(*model, config)
+    graphdef, params = model
+    return Engine(graphdef, params, config)
 
 
 def run(engine: Engine, prompts) -> tuple[float, list[list[int]]]:
@@ -56,6 +58,7 @@ def measure(engine: Engine, prompts, repeats: int, cold: bool):
         assert before is not None
         seconds, outputs = run(engine, prompts)
         after = engine.counters
+        assert after is not None
         counts = (int(after.computed_tokens - before.computed_tokens), int(after.hit_tokens - before.hit_tokens))
         best = min(best, seconds)
     return best, counts, outputs
@@ -66,7 +69,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one repeat")
     repeats = 1 if parser.parse_args().quick else 3
     decoder, _ = load_model("smollm2-135m")
-    model = nnx.split(decoder)
+    graphdef, params = nnx.split(decoder)
+    model = (graphdef, params)
     rng = np.random.default_rng(0)
     shared = rng.integers(100, 40000, SHARED).tolist()
     prompts = [shared + rng.integers(100, 40000, OWN).tolist() for _ in range(PROMPTS)]

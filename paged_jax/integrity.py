@@ -104,7 +104,7 @@ def _check_sizes(tables: BlockTables, seqs: Sequences | None, block_size: int) -
     return faults
 
 
-def _check_directory(directory: Any, tables: BlockTables, seqs: Sequences | None) -> list[str]:
+def _check_directory(directory: Any, tables: BlockTables, seqs: Any) -> list[str]:
     faults, size = [], directory.tokens.shape[1]
     sets = directory.table.shape[0]
     named = [
@@ -124,7 +124,9 @@ def _check_directory(directory: Any, tables: BlockTables, seqs: Sequences | None
             faults.append(f"block {block}: content {directory.content_id[block]} is older than its parent")
     if np.any(directory.content_id >= directory.next_id):
         faults.append("directory: a content id is yet to be given")
-    for row in [] if seqs is None else seqs.running[: seqs.num_running].tolist():
+    if seqs is None:
+        return faults
+    for row in seqs.running[: seqs.num_running].tolist():
         full = min(int(directory.num_registered[row]), seqs.num_computed[row] // size)
         for group, column in np.ndindex(tables.num_blocks.shape[0], full):
             block = tables.blocks[group, row, column]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paged_jax import LLM, ConfigError, InvalidRequestError, SamplingParams, check_integrity
+from paged_jax import LLM, BeamSearchParams, ConfigError, InvalidRequestError, SamplingParams, check_integrity
 from toy_decoder import ToyDecoder, random_prompts
 
 MODEL = ToyDecoder(max_model_len=40)
@@ -82,6 +82,51 @@ def test_requests_of_the_engines_own_users_get_their_news(llm):
     assert news[request_id].finish_reason == "length"
 
 
+def test_samples_and_beams_come_in_order_beside_other_prompts(llm):
+    prompts = random_prompts(20, [6, 5, 7])
+    params = [
+        SamplingParams(n=3, temperature=40.0, seed=2, max_tokens=5),
+        GREEDY,
+        BeamSearchParams(2, max_tokens=4),
+    ]
+    sampled, greedy, beams = llm.generate(prompts, params, progress=False)
+    assert [o.index for o in sampled.outputs] == [0, 1, 2] and len({tuple(o.token_ids) for o in sampled.outputs}) == 3
+    assert greedy.outputs[0].token_ids == MODEL.continuation(prompts[1], 9)
+    scores = [o.cumulative_logprob / len(o.token_ids) for o in beams.outputs]
+    assert [o.index for o in beams.outputs] == [0, 1] and scores == sorted(scores, reverse=True)
+    deltas = list(llm.stream(prompts[0], params[0]))
+    for output in sampled.outputs:
+        assert [t for d in deltas if d.index == output.index for t in d.token_ids] == output.token_ids
+    assert not llm.engine.has_unfinished()
+
+
+def test_what_was_computed_is_found_again_until_salt_params_or_a_reset_say_otherwise(llm):
+    (prompt,) = random_prompts(21, [13])
+
+    def cached(**options):
+        (output,) = llm.generate(prompt, GREEDY, progress=False, **options)
+        assert output.outputs[0].token_ids == MODEL.continuation(prompt, 9)
+        return output.num_cached_tokens
+
+    assert [cached(), cached(), cached(cache_salt="a"), cached(cache_salt="a")] == [0, 12, 0, 12]
+    assert 0 < llm.stats()["hit_rate"] < 1
+    llm.update_params(llm.engine.params)
+    assert [cached(), cached()] == [0, 12]
+    assert llm.reset_prefix_cache() and cached() == 0
+    with pytest.warns(UserWarning, match="cache_salt=5: a str is needed"):
+        llm.generate([prompt], GREEDY, cache_salt=[5])
+    with pytest.raises(InvalidRequestError, match="cache_salt: 2 for 1 prompts"):
+        llm.generate([prompt], GREEDY, cache_salt=["a", "b"])
+    with pytest.raises(ConfigError, match="params"):
+        llm.update_params({"more": np.zeros(2)})
+
+
+@pytest.mark.parametrize("messages", [5, "hello", [], [5], [{"role": "user"}], [[{"role": "user", "content": 3}]]])
+def test_messages_that_are_none_are_refused_by_name(llm, messages):
+    with pytest.raises(InvalidRequestError, match="messages"):
+        llm.chat(messages, GREEDY)
+
+
 def test_stats_count_what_was_done(llm):
     before = llm.stats()
     (prompt,) = random_prompts(5, [6])
@@ -95,7 +140,8 @@ def test_stats_count_what_was_done(llm):
 def test_a_seed_repeats_what_requests_without_one_of_their_own_draw():
     prompts = random_prompts(6, [5, 5, 5])
     params = SamplingParams(temperature=50.0, max_tokens=9)
-    draws = [tokens_of(LLM(MODEL, **SIZES, seed=seed).generate(prompts, params, progress=False)) for seed in (1, 1, 2)]
+    narrow = SIZES | {"max_num_batched_tokens": 4, "enable_prefix_caching": False}  # less to compile
+    draws = [tokens_of(LLM(MODEL, **narrow, seed=seed).generate(prompts, params, progress=False)) for seed in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]
 
 

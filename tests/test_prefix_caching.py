@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from paged_jax import BeamSearchParams, ConfigError, EngineConfig, SamplingParams, check_integrity, prefix_directory
 from paged_jax.block_pool import free_queue
+from paged_jax.block_table import init_tables
 from paged_jax.engine import Engine
 from run_model import TINY
 from toy_decoder import ToyDecoder, random_prompts
@@ -211,6 +212,29 @@ def test_a_preempted_request_finds_its_own_blocks_again(engine):
     assert [tokens[i] for i in ids] == [MODEL.continuation(prompt, 12) for prompt in prompts]
     assert int(engine.counters.preemptions) == 1 and list(cached.values()) == [0, 0]
     assert int(engine.counters.computed_tokens) < 2 * (80 + 11) + 80
+
+
+@pytest.mark.parametrize(("bits", "known"), [(32, 20), (1, 14), (2, 20)])
+def test_contents_that_differ_in_their_last_token_alone_have_places_of_their_own(bits, known):
+    """20 blocks; were the hash blind to the last token, a set of eight would have to hold them all. Sets that are full (two of
+    them with one bit of hash) take no more, and nothing else is lost."""
+    tables = init_tables(1, 20, 1)
+    tables = tables.replace(
+        blocks=jnp.arange(1, 21, dtype=jnp.int32).reshape(1, 20, 1), num_blocks=jnp.ones((1, 20), jnp.int32)
+    )
+    tokens = jnp.asarray([[5, 6, 7, 30 + row] for row in range(20)], jnp.int32)
+    rows, root = jnp.arange(20, dtype=jnp.int32), jnp.int32(-1)
+    with mock.patch.object(prefix_directory, "HASH_BITS", bits):
+        directory = prefix_directory.init_directory(64, 4, 1, 20)
+        directory = prefix_directory.start_rows(directory, rows, 0, root, prefix_directory.root_hash(root))
+        directory = jax.jit(lambda d: prefix_directory.register(d, (None,), tables, tokens, rows, jnp.ones_like(rows)))(
+            directory
+        )
+        find = jax.jit(lambda t: prefix_directory.find_prefix(directory, (None,), t, 1, root, 1).blocks[0, 0])
+        found = [int(find(row)) for row in tokens]
+    assert sum(block != 0 for block in found) == known
+    assert all(block in (0, row + 1) for row, block in enumerate(found))
+    assert int(directory.next_id) == known + 1
 
 
 def test_lookups_do_not_touch_the_pool():

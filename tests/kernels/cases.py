@@ -9,15 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.kernels.paged_attention import combine, plan, triton, xla
+from paged_jax.kernels.paged_attention import combine, dispatch, mosaic_gpu, plan, triton, xla
 from paged_jax.kernels.paged_attention.reference import reference_attention
 from paged_jax.kernels.paged_attention.scoring import NO_SCALES, Scales, Scoring
+
+RACES = mosaic_gpu.plgpu.InterpretGPUParams(detect_races=True)
 
 # Everything that computes attention, as a function of the arguments of `xla.attend`; kernels in their interpreters.
 FORMS = {
     "cpu": partial(xla.attend, form=xla.one_tile_at_a_time),
     "gpu": partial(xla.attend, form=xla.all_tiles_at_once),
     "triton": partial(triton.attend, interpret=True),
+    "mosaic_gpu": partial(mosaic_gpu.attend, interpret=RACES),
 }
 
 # Largest difference from the float64 reference, for queries, keys and values of unit scale: outputs are averages of
@@ -66,6 +69,15 @@ class Batch:
     @property
     def arrays(self):
         return tuple(getattr(self, name) for name in list(self.__dataclass_fields__)[:-2])
+
+
+def covers(form: str, heads: Heads) -> bool:
+    """Whether the form is meant for the case."""
+    if form in ("cpu", "gpu"):
+        return True
+    kv_dtype = heads.kv_dtype or heads.dtype
+    shape = heads.head_dim, heads.block_size, heads.group, 10**6
+    return not dispatch.why_not(form, dispatch.Problem(heads.dtype, kv_dtype, *shape, heads.scales is not None), None)
 
 
 def make_batch(heads: Heads, lens, *, num_tokens, num_seqs, table_width, seed=0, poison=True) -> Batch:

@@ -78,11 +78,9 @@ def why_not(implementation: str, problem: Problem, device_kind: str | None) -> s
 
 
 def pick(platform: str, problem: Problem, device_kind: str | None) -> str:
-    """The implementation for `implementation=None`. Mosaic GPU is taken only where the device is known to be a Hopper."""
+    """The implementation for `implementation=None`. No kernel where the device is not known: Pallas compiles for none else."""
     for name in PREFERENCE.get(platform, PREFERENCE["other"]):
-        if name == "mosaic_gpu" and device_kind is None:
-            continue
-        if not why_not(name, problem, device_kind):
+        if name == "xla" or (device_kind is not None and not why_not(name, problem, device_kind)):
             return name
     raise AssertionError("XLA covers everything")
 

@@ -81,7 +81,7 @@ def _attend(q, k_pages, v_pages, plan: AttentionPlan, sinks, static: Static):
     programs = tiles.seq.shape[0] * static.parts
     partial_dtype = q.dtype if splits == 1 and sinks is None else jnp.dtype(jnp.float32)
     like = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
-    out, lse = plgpu.kernel(
+    call = plgpu.kernel(
         partial(_kernel, static=static),
         out_type=(
             like((splits, programs, kv_heads, size, head_dim), partial_dtype),
@@ -102,10 +102,10 @@ def _attend(q, k_pages, v_pages, plan: AttentionPlan, sinks, static: Static):
         grid_names=("program", "kv_head", "split"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=static.interpret,
-    )(
-        *(plan.tables, tiles.seq, tiles.num_rows, tiles.position),
-        *(_cut_rows(q, tiles, kv_heads, static), k_pages, v_pages),
     )
+    rows = _cut_rows(q, tiles, kv_heads, static)
+    with jax.named_scope("paged_attention"):
+        out, lse = call(plan.tables, tiles.seq, tiles.num_rows, tiles.position, rows, k_pages, v_pages)
     out, lse = (_by_token(x, plan, q.shape[1], static) for x in (out, lse))
     return combine(out, lse, sinks, plan.place.owned, q.dtype)
 

@@ -21,20 +21,30 @@ def missing_wheels() -> str:
 
 
 @functools.cache
-def device(name: str):
-    """The device that `data/name.txtpb` describes."""
+def devices(name: str, count: int = 1):
+    """Devices that `data/name.txtpb` describes."""
     limits = (DATA / f"{name}.txtpb").read_text()
-    return topologies.get_topology_desc(name, platform="cuda", target_config=limits, topology="1x1x1").devices[0]
+    shape = f"1x1x{count}"
+    return topologies.get_topology_desc(name, platform="cuda", target_config=limits, topology=shape).devices
 
 
 def compile_for(name: str, f, *args, donate_argnums=(), options=None):
     """`f` compiled for one device; `args` are arrays or ShapeDtypeStructs, `options` XLA's."""
-    target = device(name)
+    (target,) = devices(name)
     mesh = jax.sharding.Mesh([target], ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), args)
     with jax.default_device(target):
         return jax.jit(f, donate_argnums=donate_argnums).lower(*specs).compile(options)
+
+
+def compile_sharded(name: str, count: int, f, specs, out_spec, *args):
+    """`f` compiled inside `shard_map` over the axis "x" of `count` devices; `specs` say how `args` and the result are cut."""
+    mesh = jax.sharding.Mesh(devices(name, count), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))  # noqa: E731
+    placed = jax.tree.map(place, args, specs)
+    with jax.default_device(devices(name, count)[0]):
+        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_spec)).lower(*placed).compile()
 
 
 def compile_for_h200(f, *args, donate_argnums=()):

@@ -18,7 +18,7 @@ COMMON = Problem("bfloat16", "bfloat16", head_dim=128, block_size=16, group=4, p
         ("cuda", "NVIDIA H100 80GB HBM3", {}, "mosaic_gpu"),
         ("cuda", "NVIDIA A100-SXM4-80GB", {}, "triton"),
         ("cuda", "NVIDIA B200", {}, "triton"),
-        ("cuda", None, {}, "triton"),
+        ("cuda", None, {}, "xla"),
         ("cuda", "NVIDIA H200", dict(head_dim=80), "triton"),
         ("cuda", "NVIDIA H200", dict(block_size=24), "triton"),
         ("cuda", "NVIDIA H200", dict(q_dtype="float32", kv_dtype="float32"), "triton"),

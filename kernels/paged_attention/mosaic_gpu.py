@@ -5,7 +5,12 @@ is read once for the heads of its group, and its share of the context. K and V c
 chunks; the block table is read a chunk ahead of the copies it is for. Both products are WGMMA, 64 rows wide.
 
 Decode is bound by memory: a chunk of 64 tokens of head_dim 128 takes 0.9 us at an H200's bandwidth per multiprocessor, and about
-1000 cycles of this warpgroup, so what a second warpgroup for the copies would win is small.
+1000 cycles of this warpgroup, so what a second warpgroup for the copies would win is small. On paper: nothing was measured.
+
+Why WGMMA: with `plgpu.mma`, which needs no Hopper, one kernel compiles for sm_80 (cp.async) and sm_90 (TMA). But neither it nor a
+copy without a barrier has a rule in the interpreters of jax 0.11.2 and 0.12.0.1, so its results could not be checked without a GPU,
+and its right operand is read from shared memory by each warp anew. (For sm_100 the wheels compile no Mosaic kernel at all: ptxas
+refuses the target.) Elsewhere `triton.py` runs. head_dim 256 does not fit shared memory with a ring that keeps copies in flight.
 """
 
 import math
@@ -80,12 +85,11 @@ def _attend(q, k_pages, v_pages, plan: AttentionPlan, sinks, static: Static):
     tiles, size, splits = plan.every.tiles, static.size, static.splits
     programs = tiles.seq.shape[0] * static.parts
     partial_dtype = q.dtype if splits == 1 and sinks is None else jnp.dtype(jnp.float32)
-    like = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
     call = plgpu.kernel(
         partial(_kernel, static=static),
         out_type=(
-            like((splits, programs, kv_heads, size, head_dim), partial_dtype),
-            like((splits, programs, kv_heads, size), jnp.float32),
+            jax.ShapeDtypeStruct((splits, programs, kv_heads, size, head_dim), partial_dtype),
+            jax.ShapeDtypeStruct((splits, programs, kv_heads, size), jnp.float32),
         ),
         scratch_types=dict(
             q_smem=_tiled((ROWS, head_dim), q.dtype),
@@ -105,7 +109,8 @@ def _attend(q, k_pages, v_pages, plan: AttentionPlan, sinks, static: Static):
     )
     rows = _cut_rows(q, tiles, kv_heads, static)
     with jax.named_scope("paged_attention"):
-        out, lse = call(plan.tables, tiles.seq, tiles.num_rows, tiles.position, rows, k_pages, v_pages)
+        made = call(plan.tables, tiles.seq, tiles.num_rows, tiles.position, rows, k_pages, v_pages)
+    out, lse = (_varying_as(q, x) for x in made)
     out, lse = (_by_token(x, plan, q.shape[1], static) for x in (out, lse))
     return combine(out, lse, sinks, plan.place.owned, q.dtype)
 
@@ -233,6 +238,13 @@ def _share(first_key, end_key, split, splits: int):
 
 def _iota(shape: tuple[int, int], axis: int):
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def _varying_as(q, x):
+    """`x` as varying over the mesh axes that q varies over inside `shard_map`, which `plgpu.kernel` forgets."""
+    varying, known = (jax.typeof(a).manual_axis_type.varying for a in (q, x))
+    missing = tuple(sorted(varying - known))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _tiled(shape: tuple[int, ...], dtype):

@@ -65,17 +65,17 @@ class Blocking(NamedTuple):
         return range(0, self.width, self.piece)
 
 
-def choose_blocking(tile: int, group: int, head_dim: int, dtype) -> Blocking:
-    """The sizes for tiles of `tile` tokens. Bounds come from registers: no combination the tests compile spills."""
+def choose_blocking(tile: int, group: int, head_dim: int, q_dtype, kv_dtype) -> Blocking:
+    """The sizes for tiles of `tile` tokens. Bounds come from registers: no combination that the tests compile spills."""
     heads, width = pl.next_power_of_2(group), max(16, pl.next_power_of_2(head_dim))
-    # Products of float32 have no matrix instruction here: every thread holds its operands' whole summed axis in registers.
-    exact = jnp.dtype(dtype).itemsize > 2
-    most = 16 if exact else max(16, 8192 // width)
-    rows = max(1, min(tile, most // heads))
-    chunk = 16 if exact else 64 if width <= 128 else 32
-    large = rows * heads * width > 4096 or width > 128
-    piece = min(width, 32) if exact else width
-    return Blocking(rows, heads, width, piece, chunk, 8 if large else 4, 2 if exact or width > 128 else 3)
+    if jnp.dtype(q_dtype).itemsize > 2:
+        # Products of float32 have no matrix instruction here: a thread holds its operands' whole summed axis in registers.
+        rows = max(1, min(tile, 16 // heads))
+        return Blocking(rows, heads, width, min(width, 32 if width <= 128 else 16), 16, 4 if width < 128 else 8, 2)
+    rows = max(1, min(tile, max(16, 8192 // width) // heads))
+    # Numbers of one byte are converted on the way, which takes threads.
+    large = rows * heads * width > 4096 or width > 128 or jnp.dtype(kv_dtype).itemsize == 1
+    return Blocking(rows, heads, width, width, 64 if width <= 128 else 32, 8 if large else 4, 3 if width <= 128 else 2)
 
 
 def attend(
@@ -85,7 +85,7 @@ def attend(
     num_heads, head_dim = q.shape[1:]
     block_size, kv_heads = k_pages.shape[1:3]
     tiles = plan.every.tiles
-    blocking = choose_blocking(tiles.size, num_heads // kv_heads, head_dim, q.dtype)
+    blocking = choose_blocking(tiles.size, num_heads // kv_heads, head_dim, q.dtype, k_pages.dtype)
     programs = tiles.seq.shape[0] * blocking.parts(tiles.size)
     splits = num_splits(programs * kv_heads, plan.tables.shape[1] * block_size, blocking.chunk)
     converts_fp8 = dispatch.converts_fp8(dispatch.target_device_kind())

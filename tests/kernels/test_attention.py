@@ -20,9 +20,12 @@ every_form = pytest.mark.parametrize("form", cases.FORMS)
 def sweep(heads, mosaic=(), triton=()):
     """The cases of every form: `heads`, and those that are one kernel's alone. Mosaic's interpreter is slow, and gets its own."""
     forms = {"cpu": heads, "gpu": heads, "triton": [*heads, *triton], "mosaic_gpu": mosaic}
-    pairs = [(form, case) for form, listed in forms.items() for case in listed]
-    assert all(cases.covers(*pair) for pair in pairs)
-    return pytest.mark.parametrize("form, heads", pairs, ids=str)
+    pairs = [(form, case, i) for form, listed in forms.items() for i, case in enumerate(listed)]
+    assert all(cases.covers(form, case) for form, case, _ in pairs)
+    # Of a kernel the first case is enough for a quick run.
+    slow = lambda form, i: [pytest.mark.slow] if i and form in ("triton", "mosaic_gpu") else []  # noqa: E731
+    pairs = [pytest.param(form, case, marks=slow(form, i), id=f"{form}-{case}") for form, case, i in pairs]
+    return pytest.mark.parametrize("form, heads", pairs)
 
 
 # Each value of each parameter at least once, and each option with more than one shape: pairs, not the full product.

@@ -71,7 +71,7 @@ def choose_blocking(tile: int, group: int, head_dim: int, q_dtype, kv_dtype) -> 
     if jnp.dtype(q_dtype).itemsize > 2:
         # Products of float32 have no matrix instruction here: a thread holds its operands' whole summed axis in registers.
         rows = max(1, min(tile, 16 // heads))
-        return Blocking(rows, heads, width, min(width, 32 if width <= 128 else 16), 16, 4 if width < 128 else 8, 2)
+        return Blocking(rows, heads, width, 16, 16, 4 if width <= 128 else 8, 2)
     rows = max(1, min(tile, max(16, 8192 // width) // heads))
     # Numbers of one byte are converted on the way, which takes threads.
     large = rows * heads * width > 4096 or width > 128 or jnp.dtype(kv_dtype).itemsize == 1

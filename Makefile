@@ -52,7 +52,7 @@ test-oldest: .venv-oldest/.ready
 	.venv-oldest/bin/python -m pytest -q $(TWO) $(CORE_TESTS)
 
 test-cuda-compile: .venv-cuda/.ready
-	JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -q tests/test_cuda_compile.py
+	JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -q --durations=10 tests/test_cuda_compile.py tests/test_cuda_kernels_compile.py
 
 lint: $(READY)
 	$(RUN) -m ruff format --check .

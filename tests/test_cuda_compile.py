@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from compiled import cuda, programs
-from compiled.checks import count_kernels, page_faults, steady_faults, whole_array_ops
+from compiled.checks import attention_kernels, count_kernels, page_faults, steady_faults, whole_array_ops
 from compiled.program import read
 
 LACKING = cuda.missing_wheels()
@@ -37,6 +37,16 @@ def test_no_loop_touches_a_whole_array(compiled, record_property):
             line for _, line in whole_array_ops(program, [program.entry], lambda s: s.size >= programs.PAGE_SIZE)
         ] == []
         assert size < programs.PAGE_SIZE
+
+
+def test_every_layer_attends_with_the_kernel(compiled):
+    name, executable = compiled
+    program = read(executable.as_text())
+    (steps,) = program.loops("steps")
+    widths = [i for i in program.body(steps).instructions if i.opcode == "while" and _width(i)]
+    layers = len(programs.WINDOWS[name.split(", ")[1]])
+    assert len(widths) > 1
+    assert [len(attention_kernels(program.reach(loop.called["body"][0]))) for loop in widths] == [layers] * len(widths)
 
 
 def _width(loop):

@@ -1,24 +1,28 @@
 """The public call: checks its arguments and picks an implementation."""
 
 import math
+from functools import partial
 from typing import Literal, overload
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Float, Int, Num
 
-from . import xla
+from . import dispatch
 from .plan import AttentionPlan, plan_attention
+from .refuse import refuse
+from .scoring import Scales, Scoring
 
 type Implementation = Literal["xla", "mosaic_gpu", "triton"]
 
-_PLANNED = ("mosaic_gpu", "triton")
+_QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 @overload
 def ragged_paged_attention(
     q: Float[Array, "T H D"],
-    k_pages: Float[Array, "N B KV D"],
-    v_pages: Float[Array, "N B KV D"],
+    k_pages: Num[Array, "N B KV D"],
+    v_pages: Num[Array, "N B KV D"],
     kv_lens: Int[Array, "S"],
     block_tables: Int[Array, "S M"],
     cu_q_lens: Int[Array, "S+1"],
@@ -28,6 +32,8 @@ def ragged_paged_attention(
     window: int | None = ...,
     soft_cap: float | None = ...,
     sinks: Float[Array, "H"] | None = ...,
+    k_scale: Float[Array, "..."] | float | None = ...,
+    v_scale: Float[Array, "..."] | float | None = ...,
     return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
     interpret: bool = ...,
@@ -38,8 +44,8 @@ def ragged_paged_attention(
 @overload
 def ragged_paged_attention(
     q: Float[Array, "T H D"],
-    k_pages: Float[Array, "N B KV D"],
-    v_pages: Float[Array, "N B KV D"],
+    k_pages: Num[Array, "N B KV D"],
+    v_pages: Num[Array, "N B KV D"],
     kv_lens: Int[Array, "S"],
     block_tables: Int[Array, "S M"],
     cu_q_lens: Int[Array, "S+1"],
@@ -49,6 +55,8 @@ def ragged_paged_attention(
     window: int | None = ...,
     soft_cap: float | None = ...,
     sinks: Float[Array, "H"] | None = ...,
+    k_scale: Float[Array, "..."] | float | None = ...,
+    v_scale: Float[Array, "..."] | float | None = ...,
     return_lse: Literal[True],
     implementation: Implementation | None = ...,
     interpret: bool = ...,
@@ -69,6 +77,8 @@ def ragged_paged_attention(
     window=None,
     soft_cap=None,
     sinks=None,
+    k_scale=None,
+    v_scale=None,
     return_lse=False,
     implementation=None,
     interpret=False,
@@ -86,7 +96,7 @@ def ragged_paged_attention(
 
     Args:
         q: [T, H, D].
-        k_pages: [N, B, KV, D], N blocks of B token positions.
+        k_pages: [N, B, KV, D], N blocks of B token positions; in the dtype of q, a narrower floating dtype, or int8.
         v_pages: as `k_pages`.
         kv_lens: [S] tokens of each sequence.
         block_tables: [S, M] physical block ids in logical order.
@@ -96,9 +106,11 @@ def ragged_paged_attention(
         window: a query at position p sees the keys p - window + 1 to p; all up to p where None.
         soft_cap: scores become soft_cap * tanh(score / soft_cap).
         sinks: [H] a logit for each head that counts in the softmax's denominator and has no value.
+        k_scale: what the numbers in `k_pages` are to be multiplied by: a scalar, or [N, B, KV] for each token and KV head.
+        v_scale: as `k_scale`, for `v_pages`.
         return_lse: also return the log of the denominator (sinks included) of each row and head, float32.
-        implementation: "xla", or None for the best that runs on the platform it is compiled for.
-        interpret: run a Pallas implementation in its interpreter; no meaning for "xla".
+        implementation: "xla", "triton", "mosaic_gpu", or None for what `dispatch.py` has for the platform it is compiled for.
+        interpret: run the named Pallas implementation in its interpreter, on any platform; no meaning for "xla" and None.
         plan: `plan_attention` of the same tables, lengths and window, for layers that share them; made here where None.
 
     Returns:
@@ -106,12 +118,17 @@ def ragged_paged_attention(
 
     Raises:
         ValueError: a shape or a parameter is not as above.
-        TypeError: a dtype is not as above, or q, k_pages and v_pages differ in dtype.
-        NotImplementedError: the named implementation is not there.
+        TypeError: a dtype is not as above, or k_pages and v_pages differ in dtype.
+        NotImplementedError: the named implementation does not cover the arguments, or the device.
     """
     _check_implementation(implementation)
     _check_arrays(q, k_pages, v_pages, kv_lens, block_tables, cu_q_lens, num_seqs, sinks)
+    _check_scales(k_pages, k_scale, v_scale)
     _check_parameters(window, soft_cap)
+    problem = dispatch.Problem.of(q, k_pages, k_scale, v_scale)
+    device_kind = None if interpret else dispatch.target_device_kind()
+    if implementation is not None and (reason := dispatch.why_not(implementation, problem, device_kind)):
+        raise NotImplementedError(f"implementation={implementation!r} cannot run this: {reason}; use 'xla' or None")
     num_tokens, num_heads, head_dim = q.shape
     if 0 in (num_tokens, kv_lens.shape[0], block_tables.shape[1], k_pages.shape[0], k_pages.shape[1]):
         out, lse = jnp.zeros_like(q), jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
@@ -128,22 +145,55 @@ def ragged_paged_attention(
                 block_size=k_pages.shape[1],
                 window=window,
             )
-        out, lse = xla.attend(
-            q,
-            k_pages,
-            v_pages,
-            plan,
-            sinks,
-            xla.Scoring(head_dim**-0.5 if scale is None else scale, window, soft_cap),
-        )
+        scoring = Scoring(head_dim**-0.5 if scale is None else scale, window, soft_cap)
+        scales = Scales(*(None if x is None else jnp.asarray(x, jnp.float32) for x in (k_scale, v_scale)))
+        args = (q, k_pages, v_pages, plan, sinks, scales)
+        if implementation is None:
+            on_cuda = dispatch.pick("cuda", problem, device_kind)
+            default = _bind("xla", scoring)
+            # Chosen when the program is lowered: it may be compiled on one platform for another.
+            out, lse = lax.platform_dependent(*args, cuda=_bind(on_cuda, scoring), default=default)
+        elif implementation == "xla" or interpret:
+            out, lse = _bind(implementation, scoring, interpret)(*args)
+        else:
+            named = _bind(implementation, scoring)
+            out, lse = lax.platform_dependent(*args, cuda=named, default=partial(_only_cuda, implementation))
     return (out, lse) if return_lse else out
 
 
+def _bind(implementation: str, scoring: Scoring, interpret: bool = False):
+    """The implementation as a function of arrays."""
+    module = dispatch.load(implementation)
+    interpreted = {} if implementation == "xla" else dict(interpret=interpret)
+
+    def attend(q, k_pages, v_pages, plan, sinks, scales):
+        return module.attend(q, k_pages, v_pages, plan, sinks, scoring, scales=scales, **interpreted)
+
+    return attend
+
+
+def _only_cuda(implementation: str, q, *_):
+    reason = "it runs on CUDA GPUs; use 'xla', None or interpret=True"
+    out = refuse(q, f"implementation={implementation!r} cannot run on the platform this is lowered for: {reason}")
+    return out, out[..., 0].astype(jnp.float32)
+
+
 def _check_implementation(implementation) -> None:
-    if implementation in _PLANNED:
-        raise NotImplementedError(f"implementation={implementation!r} is not there yet; use 'xla' or None")
-    if implementation not in (None, "xla"):
+    if implementation not in (None, "xla", "mosaic_gpu", "triton"):
         raise ValueError(f"implementation={implementation!r}; expected 'xla', 'mosaic_gpu', 'triton' or None")
+
+
+def _check_scales(k_pages, k_scale, v_scale) -> None:
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        if jnp.shape(scale) not in ((), k_pages.shape[:3]):
+            raise ValueError(
+                f"{name} has shape {jnp.shape(scale)}; expected a scalar or {k_pages.shape[:3]},"
+                " one for each token and KV head of the pages"
+            )
+        if not jnp.issubdtype(jnp.result_type(scale), jnp.floating):
+            raise TypeError(f"{name} has dtype {jnp.result_type(scale)}; expected a floating dtype")
 
 
 def _check_parameters(window, soft_cap) -> None:
@@ -181,9 +231,13 @@ def _check_arrays(q, k_pages, v_pages, kv_lens, block_tables, cu_q_lens, num_seq
         raise ValueError(f"sinks has shape {jnp.shape(sinks)}; expected ({num_heads},), one for each head of q")
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise TypeError(f"q has dtype {q.dtype}; expected a floating dtype")
-    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype}; expected {q.dtype}, the dtype of q")
+    narrower = jnp.issubdtype(k_pages.dtype, jnp.floating) and k_pages.dtype.itemsize < q.dtype.itemsize
+    if not (k_pages.dtype == q.dtype or narrower or k_pages.dtype.name in _QUANTISED):
+        raise TypeError(
+            f"k_pages has dtype {k_pages.dtype}; expected {q.dtype}, the dtype of q, a narrower floating dtype, or int8"
+        )
+    if v_pages.dtype != k_pages.dtype:
+        raise TypeError(f"v_pages has dtype {v_pages.dtype}; expected {k_pages.dtype}, the dtype of k_pages")
     integers = dict(kv_lens=kv_lens, block_tables=block_tables, cu_q_lens=cu_q_lens, num_seqs=num_seqs)
     for name, x in integers.items():
         if not jnp.issubdtype(jnp.result_type(x), jnp.integer):

@@ -16,10 +16,13 @@ def reference_attention(
     window=None,
     soft_cap=None,
     sinks=None,
+    k_scale=None,
+    v_scale=None,
     dtype=np.float64,
 ):
     """The arguments of `ragged_paged_attention`, computed in `dtype`: (out[T, H, D], lse[T, H]), both of `dtype`."""
     q, k_pages, v_pages = (np.asarray(x).astype(dtype) for x in (q, k_pages, v_pages))
+    k_pages, v_pages = _scaled(k_pages, k_scale), _scaled(v_pages, v_scale)
     kv_lens, block_tables, cu_q_lens = (np.asarray(x) for x in (kv_lens, block_tables, cu_q_lens))
     num_tokens, num_heads, head_dim = q.shape
     block_size, kv_heads = k_pages.shape[1:3]
@@ -45,3 +48,10 @@ def reference_attention(
                 lse[row, h] = logits.max() + np.log(np.exp(logits - logits.max()).sum())
                 out[row, h] = np.exp(scores - lse[row, h]) @ values[first : position + 1, h // group]
     return out, lse
+
+
+def _scaled(pages, scale):
+    if scale is None:
+        return pages
+    scale = np.asarray(scale).astype(pages.dtype)
+    return pages * (scale[..., None] if scale.ndim else scale)

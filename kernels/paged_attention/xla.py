@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from .plan import AttentionPlan, Items
+from .scoring import NO_SCALES, Scales, Scoring
 from .tiles import QueryTiles, Rows
 
 # Not measured: a GPU was not at hand. Long, because each trip costs a host sync.
@@ -25,12 +26,7 @@ ALL_TILES_WIDE_CHUNK = 128
 LOWEST = -1e30  # a running maximum's start: finite, so that a row which has seen no key makes no inf - inf
 
 
-class Scoring(NamedTuple):
-    """How a query and a key make a score. `window` and `soft_cap` are static."""
-
-    scale: float
-    window: int | None = None
-    soft_cap: float | None = None
+type Stored = tuple[Float[Array, "N B KV D"], Float[Array, "..."] | None]  # pages and the scales of their numbers
 
 
 class Softmax(NamedTuple):
@@ -41,39 +37,41 @@ class Softmax(NamedTuple):
     acc: Float[Array, "*rows D"]
 
 
-def attend(q, k_pages, v_pages, plan: AttentionPlan, sinks, scoring: Scoring, form=None):
+def attend(q, k_pages, v_pages, plan: AttentionPlan, sinks, scoring: Scoring, form=None, scales: Scales = NO_SCALES):
     """Attention as `ragged_paged_attention` defines it, of checked arguments: (out[T, H, D], lse f32[T, H]).
 
     `form` None lets the platform choose; `one_tile_at_a_time` or `all_tiles_at_once` is taken wherever it runs.
     """
     chunk_tokens = ALL_TILES_DECODE_CHUNK if plan.every.tiles.size == 1 else ALL_TILES_WIDE_CHUNK
-    return _attend(q, k_pages, v_pages, plan, sinks, scoring, form, chunk_tokens)
+    return _attend(q, (k_pages, scales.k), (v_pages, scales.v), plan, sinks, scoring, form, chunk_tokens)
 
 
 # Jitted, so that the layers of a decoder share one trace.
 @partial(jax.jit, static_argnums=(5, 6, 7))
-def _attend(q, k_pages, v_pages, plan: AttentionPlan, sinks, scoring: Scoring, form, chunk_tokens: int):
+def _attend(q, keys, values, plan: AttentionPlan, sinks, scoring: Scoring, form, chunk_tokens: int):
     def bind(form):
-        return lambda q, k_pages, v_pages, plan, sinks: _finish(
-            form(q, k_pages, v_pages, plan, scoring, chunk_tokens), sinks, plan.place.owned, q.dtype
+        return lambda q, keys, values, plan, sinks: _finish(
+            form(q, keys, values, plan, scoring, chunk_tokens), sinks, plan.place.owned, q.dtype
         )
 
-    args = (q, k_pages, v_pages, plan, sinks)
+    args = (q, keys, values, plan, sinks)
     if form is not None:
         return bind(form)(*args)
     return lax.platform_dependent(*args, cpu=bind(one_tile_at_a_time), default=bind(all_tiles_at_once))
 
 
-def one_tile_at_a_time(q, k_pages, v_pages, plan: AttentionPlan, scoring: Scoring, chunk_tokens: int) -> Softmax:
+def one_tile_at_a_time(
+    q, keys: Stored, values: Stored, plan: AttentionPlan, scoring: Scoring, chunk_tokens: int
+) -> Softmax:
     """The CPU form: one flat loop over the chunks of the tiles' contexts, tile after tile. Padding costs nothing.
 
     A decoding sequence in a mixed batch must not pay for a whole tile: sequences with one query row have a loop of their own.
     """
     del chunk_tokens  # the plan has cut the contexts
-    rows = _walk_rows(q, k_pages, v_pages, plan, scoring)
+    rows = _walk_rows(q, keys, values, plan, scoring)
     size = plan.every.tiles.size
     if size > 1:
-        tiles = _by_token(_walk_tiles(q, k_pages, v_pages, plan, scoring), plan.wide_place, size)
+        tiles = _by_token(_walk_tiles(q, keys, values, plan, scoring), plan.wide_place, size)
         rows = jnp.where(plan.single_place.owned[:, None, None], rows, tiles)
     return Softmax(rows[..., -1], rows[..., -2], rows[..., :-2])
 
@@ -108,14 +106,14 @@ def _add_chunk(sums, scores, visible, scoring: Scoring, weigh):
     return jnp.concatenate([sums[..., :-2] * decay + weigh(weights), total, top], axis=-1)
 
 
-def _walk_rows(q, k_pages, v_pages, plan: AttentionPlan, scoring: Scoring) -> Float[Array, "T H D+2"]:
+def _walk_rows(q, keys: Stored, values: Stored, plan: AttentionPlan, scoring: Scoring) -> Float[Array, "T H D+2"]:
     """The sequences with one query row, by token.
 
     The heads' queries stand block-diagonally in [H, KV * D], so that one product with K as [L, KV * D] scores all heads and K
     needs no transpose; that it multiplies (KV - 1) / KV zeros costs less.
     """
     num_heads, head_dim = q.shape[1:]
-    block_size, kv_heads = k_pages.shape[1:3]
+    block_size, kv_heads = keys[0].shape[1:3]
     own = jnp.arange(num_heads)[:, None] // (num_heads // kv_heads) == jnp.arange(kv_heads)
     own, wide, (tiles, items) = own[:, :, None], _sum_dtype(q), plan.single
     queries = q[jnp.clip(tiles.start, 0, q.shape[0] - 1)].astype(wide) * scoring.scale
@@ -123,14 +121,14 @@ def _walk_rows(q, k_pages, v_pages, plan: AttentionPlan, scoring: Scoring) -> Fl
     offsets = jnp.arange(items.blocks.shape[1] * block_size)
 
     def step(sums, query, tile, i):
-        k, v = (_read(pages, items.blocks[i]).astype(wide) for pages in (k_pages, v_pages))
+        k, v = (_read(stored, items.blocks[i], wide) for stored in (keys, values))
         visible = _visible(tiles.position[tile], items.first_key[i] + offsets, scoring)
         scores = _dot("hx,lx->hl", query, k.reshape(-1, kv_heads * head_dim))
 
-        values = jnp.where(visible[:, None], v.reshape(-1, kv_heads * head_dim), 0)
+        v = jnp.where(visible[:, None], v.reshape(-1, kv_heads * head_dim), 0)
 
         def weigh(weights):
-            summed = _dot("hl,lx->hx", weights, values).reshape(num_heads, kv_heads, head_dim)
+            summed = _dot("hl,lx->hx", weights, v).reshape(num_heads, kv_heads, head_dim)
             return jnp.where(own, summed, 0).sum(1)
 
         return _add_chunk(sums, scores, visible, scoring, weigh)
@@ -138,30 +136,32 @@ def _walk_rows(q, k_pages, v_pages, plan: AttentionPlan, scoring: Scoring) -> Fl
     return _walk(items, queries, (num_heads,), head_dim, step)[plan.single_place.tile]
 
 
-def _walk_tiles(q, k_pages, v_pages, plan: AttentionPlan, scoring: Scoring) -> Float[Array, "P KV GC D+2"]:
+def _walk_tiles(q, keys: Stored, values: Stored, plan: AttentionPlan, scoring: Scoring) -> Float[Array, "P KV GC D+2"]:
     """The sequences with more query rows, by tile."""
-    block_size, kv_heads, head_dim = k_pages.shape[1:]
+    block_size, kv_heads, head_dim = keys[0].shape[1:]
     tiles, items = plan.wide
     queries = _cut_rows(q, tiles, kv_heads) * scoring.scale
     group = q.shape[1] // kv_heads
     offsets = jnp.arange(items.blocks.shape[1] * block_size)
 
     def step(sums, query, tile, i):
-        k, v = (_read(pages, items.blocks[i]).astype(queries.dtype) for pages in (k_pages, v_pages))
+        k, v = (_read(stored, items.blocks[i], queries.dtype) for stored in (keys, values))
         k, v = (x.reshape(-1, kv_heads, head_dim) for x in (k, v))
-        keys, position = items.first_key[i] + offsets, tiles.position[tile]
-        visible = _visible((position + tiles.offsets)[:, None], keys, scoring)
-        values = jnp.where(_in_reach(position, tiles.num_rows[tile], keys, scoring)[:, None, None], v, 0)
+        key_positions, position = items.first_key[i] + offsets, tiles.position[tile]
+        visible = _visible((position + tiles.offsets)[:, None], key_positions, scoring)
+        v = jnp.where(_in_reach(position, tiles.num_rows[tile], key_positions, scoring)[:, None, None], v, 0)
         scores = _dot("krd,lkd->krl", query, k)
         visible = jnp.tile(visible, (group, 1))
-        return _add_chunk(sums, scores, visible, scoring, lambda p: _dot("krl,lkd->krd", p, values))
+        return _add_chunk(sums, scores, visible, scoring, lambda p: _dot("krl,lkd->krd", p, v))
 
     return _walk(items, queries, queries.shape[1:3], head_dim, step)
 
 
-def all_tiles_at_once(q, k_pages, v_pages, plan: AttentionPlan, scoring: Scoring, chunk_tokens: int) -> Softmax:
+def all_tiles_at_once(
+    q, keys: Stored, values: Stored, plan: AttentionPlan, scoring: Scoring, chunk_tokens: int
+) -> Softmax:
     """The form for GPUs: every op over all tiles, and one loop over the context, as long as the longest tile's."""
-    block_size, kv_heads = k_pages.shape[1:3]
+    block_size, kv_heads, head_dim = keys[0].shape[1:]
     tiles, first, end = plan.every.tiles, plan.every.first_block, plan.every.end_block
     rows = _cut_rows(q, tiles, kv_heads)
     group = q.shape[1] // kv_heads
@@ -177,10 +177,10 @@ def all_tiles_at_once(q, k_pages, v_pages, plan: AttentionPlan, scoring: Scoring
         column = jnp.minimum(block[:, None] + jnp.arange(num_blocks), width - 1)
         ids = plan.tables[tiles.seq[:, None], column]
         tokens = num_blocks * block_size
-        k, v = (_read(pages, ids).reshape(-1, tokens, *pages.shape[2:]) for pages in (k_pages, v_pages))
-        keys = block[:, None] * block_size + jnp.arange(tokens)
-        visible = _visible(positions[:, :, None], keys[:, None], scoring) & counts[:, :, None]
-        reach = _in_reach(tiles.position[:, None], tiles.num_rows[:, None], keys, scoring)
+        k, v = (_read(stored, ids, q.dtype).reshape(-1, tokens, kv_heads, head_dim) for stored in (keys, values))
+        key_positions = block[:, None] * block_size + jnp.arange(tokens)
+        visible = _visible(positions[:, :, None], key_positions[:, None], scoring) & counts[:, :, None]
+        reach = _in_reach(tiles.position[:, None], tiles.num_rows[:, None], key_positions, scoring)
         v = jnp.where(reach[:, :, None, None], v, 0)
         scores = _dot("nkrd,nlkd->nkrl", rows.astype(k.dtype), k) * scoring.scale
         visible = jnp.tile(visible, (1, group, 1))[:, None]
@@ -204,9 +204,15 @@ def _by_token(x, place: Rows, size: int):
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def _read(pages, ids):
+def _read(stored: Stored, ids, dtype):
+    """The numbers of the blocks `ids`, in `dtype`."""
     # The plan's ids are inside the pool.
-    return pages.at[ids].get(mode="promise_in_bounds")
+    pages, scale = stored
+    numbers = pages.at[ids].get(mode="promise_in_bounds")
+    if scale is None:
+        return numbers.astype(dtype)
+    factor = scale.at[ids].get(mode="promise_in_bounds")[..., None] if scale.ndim else scale
+    return (numbers.astype(jnp.float32) * factor).astype(dtype)
 
 
 def _visible(position, key_positions, scoring: Scoring) -> Bool[Array, "..."]:

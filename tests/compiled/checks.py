@@ -12,6 +12,7 @@ _TOUCH_A_PART = {
     *("parameter", "get-tuple-element", "tuple", "bitcast", "opt-barrier", "while", "call"),
     *("gather", "dynamic-slice", "scatter", "dynamic-update-slice"),
 }
+KERNEL = "paged_attention"  # the scope that the attention kernels are called in
 _NO_KERNEL = {
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "opt-barrier", "after-all", "add-dependency"),
     *("partition-id", "replica-id", "copy-done", "async-done", "async-update"),
@@ -37,10 +38,20 @@ def whole_array_ops(
             elif i.opcode == "conditional":
                 if any(map(is_large, i.shapes)):
                     found.append((i, f"conditional around {_largest(i.shapes)}: {where}"))
-            elif i.opcode not in _TOUCH_A_PART and not i.opcode.startswith("async"):
+            elif i.opcode not in _TOUCH_A_PART and not i.opcode.startswith("async") and not _reads(i, is_large):
                 shapes = [s for s in (*i.shapes, *computation.operand_shapes(i)) if is_large(s)]
                 found.append((i, f"{i.opcode} of {_largest(shapes)}: {where}"))
     return found
+
+
+def attention_kernels(computations: list[Computation]) -> list[Instruction]:
+    """The calls of a Pallas attention kernel."""
+    return [i for c in computations for i in c.instructions if i.opcode == "custom-call" and i.in_scope(KERNEL)]
+
+
+def _reads(i: Instruction, is_large: Callable[[Shape], bool]) -> bool:
+    """Whether it is an attention kernel that is given pages, which it reads a block at a time, and makes none."""
+    return i.opcode == "custom-call" and i.in_scope(KERNEL) and not any(map(is_large, i.shapes))
 
 
 def _largest(shapes) -> Shape:

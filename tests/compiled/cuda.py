@@ -1,12 +1,13 @@
 """Compiling for a CUDA GPU where there is none: the program text and sizes are those that a GPU would run."""
 
+import functools
 import importlib.metadata
 import pathlib
 
 import jax
 from jax.experimental import topologies
 
-H200 = pathlib.Path(__file__).parents[1] / "data" / "h200.txtpb"  # the device's published limits
+DATA = pathlib.Path(__file__).parents[1] / "data"  # devices' published limits
 WHEELS = [("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"), ("jax-cuda13-plugin", "jax-cuda13-pjrt")]
 
 
@@ -19,12 +20,33 @@ def missing_wheels() -> str:
     return f"not compiled for CUDA: {', '.join(lacking)} not installed (make test-cuda-compile installs them)"
 
 
-def compile_for_h200(f, *args, donate_argnums=()):
-    """`f` compiled for one H200; `args` are arrays or ShapeDtypeStructs."""
-    target = topologies.get_topology_desc("h200", platform="cuda", target_config=H200.read_text(), topology="1x1x1")
-    device = target.devices[0]
-    mesh = jax.sharding.Mesh([device], ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+@functools.cache
+def devices(name: str, count: int = 1):
+    """Devices that `data/name.txtpb` describes."""
+    limits = (DATA / f"{name}.txtpb").read_text()
+    shape = f"1x1x{count}"
+    return topologies.get_topology_desc(name, platform="cuda", target_config=limits, topology=shape).devices
+
+
+def compile_for(name: str, f, *args, donate_argnums=(), options=None):
+    """`f` compiled for one device; `args` are arrays or ShapeDtypeStructs, `options` XLA's."""
+    (target,) = devices(name)
+    mesh = jax.sharding.Mesh([target], ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), args)
-    with jax.default_device(device):
-        return jax.jit(f, donate_argnums=donate_argnums).lower(*specs).compile()
+    with jax.default_device(target):
+        return jax.jit(f, donate_argnums=donate_argnums).lower(*specs).compile(options)
+
+
+def compile_sharded(name: str, count: int, f, specs, out_spec, *args):
+    """`f` compiled inside `shard_map` over the axis "x" of `count` devices; `specs` say how `args` and the result are cut."""
+    mesh = jax.sharding.Mesh(devices(name, count), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))  # noqa: E731
+    placed = jax.tree.map(place, args, specs)
+    with jax.default_device(devices(name, count)[0]):
+        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_spec)).lower(*placed).compile()
+
+
+def compile_for_h200(f, *args, donate_argnums=()):
+    """`compile_for` an H200."""
+    return compile_for("h200", f, *args, donate_argnums=donate_argnums)

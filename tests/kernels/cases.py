@@ -2,20 +2,30 @@
 
 import contextlib
 from dataclasses import dataclass, field, replace
+from functools import partial
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.kernels.paged_attention import plan, xla
+from paged_jax.kernels.paged_attention import combine, dispatch, mosaic_gpu, plan, triton, xla
 from paged_jax.kernels.paged_attention.reference import reference_attention
+from paged_jax.kernels.paged_attention.scoring import NO_SCALES, Scales, Scoring
 
-FORMS = {"cpu": xla.one_tile_at_a_time, "gpu": xla.all_tiles_at_once}
+RACES = mosaic_gpu.plgpu.InterpretGPUParams(detect_races=True)
+
+# Everything that computes attention, as a function of the arguments of `xla.attend`; kernels in their interpreters.
+FORMS = {
+    "cpu": partial(xla.attend, form=xla.one_tile_at_a_time),
+    "gpu": partial(xla.attend, form=xla.all_tiles_at_once),
+    "triton": partial(triton.attend, interpret=True),
+    "mosaic_gpu": partial(mosaic_gpu.attend, interpret=RACES),
+}
 
 # Largest difference from the float64 reference, for queries, keys and values of unit scale: outputs are averages of
-# values, so of unit scale too. bfloat16 has 8 bits.
-TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
+# values, so of unit scale too. bfloat16 has 8 bits, float16 11.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 4e-3}
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,8 @@ class Heads:
     scoring: dict = field(default_factory=dict)
     sinks: bool = False
     dtype: str = "float32"
+    kv_dtype: str | None = None
+    scales: str | None = None  # "token" or "tensor"
 
     @property
     def num_heads(self) -> int:
@@ -36,6 +48,7 @@ class Heads:
 
     def __str__(self):
         extras = "".join(f"-{name}{value}" for name, value in self.scoring.items()) + "-sinks" * self.sinks
+        extras += "".join(f"-{x}" for x in (self.kv_dtype, self.scales) if x)
         return f"D{self.head_dim}-B{self.block_size}-KV{self.kv_heads}x{self.group}-{self.dtype}{extras}"
 
 
@@ -51,10 +64,20 @@ class Batch:
     cu_q_lens: jax.Array
     num_seqs: jax.Array
     sinks: jax.Array | None
+    scales: Scales = NO_SCALES
 
     @property
     def arrays(self):
-        return tuple(getattr(self, name) for name in list(self.__dataclass_fields__)[:-1])
+        return tuple(getattr(self, name) for name in list(self.__dataclass_fields__)[:-2])
+
+
+def covers(form: str, heads: Heads) -> bool:
+    """Whether the form is meant for the case."""
+    if form in ("cpu", "gpu"):
+        return True
+    kv_dtype = heads.kv_dtype or heads.dtype
+    shape = heads.head_dim, heads.block_size, heads.group, 10**6
+    return not dispatch.why_not(form, dispatch.Problem(heads.dtype, kv_dtype, *shape, heads.scales is not None), None)
 
 
 def make_batch(heads: Heads, lens, *, num_tokens, num_seqs, table_width, seed=0, poison=True) -> Batch:
@@ -79,43 +102,66 @@ def make_batch(heads: Heads, lens, *, num_tokens, num_seqs, table_width, seed=0,
     assert cu[-1] <= num_tokens
     q = rng.standard_normal((num_tokens, heads.num_heads, heads.head_dim), dtype=np.float32)
     sinks = jnp.asarray(rng.standard_normal(heads.num_heads, dtype=np.float32)) if heads.sinks else None
-    q, k, v = (jnp.asarray(x, heads.dtype) for x in (q, *pages))
-    return Batch(q, k, v, *map(jnp.asarray, (kv_lens, tables, cu, np.int32(len(lens)))), sinks)
+    (k, k_scale), (v, v_scale) = (_store(heads, x, rng) for x in pages)
+    index = map(jnp.asarray, (kv_lens, tables, cu, np.int32(len(lens))))
+    return Batch(jnp.asarray(q, heads.dtype), k, v, *index, sinks, Scales(k_scale, v_scale))
 
 
-SMALL_CHUNKS = {plan: dict(ROW_CHUNK=32, TILE_CHUNK=48), xla: dict(ALL_TILES_DECODE_CHUNK=32, ALL_TILES_WIDE_CHUNK=48)}
+def _store(heads: Heads, pages, rng):
+    """The pages in their dtype, with scales that bring the numbers into its range. int8 has no NaN: there the scales hold it."""
+    dtype = jnp.dtype(heads.kv_dtype or heads.dtype)
+    if heads.scales is None:
+        return jnp.asarray(pages, dtype), None
+    spread = rng.uniform(0.5, 2, () if heads.scales == "tensor" else pages.shape[:3]).astype(np.float32)
+    largest = 127 if dtype == jnp.int8 else 240
+    scale = spread * 4.5 / largest
+    numbers = pages / (scale[..., None] if scale.ndim else scale)
+    if dtype == jnp.int8:
+        unused = np.isnan(numbers)
+        numbers = np.where(unused, 77, np.clip(np.round(numbers), -127, 127))
+        if scale.ndim:
+            scale = np.where(unused[..., 0], np.nan, scale)
+    return jnp.asarray(numbers).astype(dtype), jnp.asarray(scale)
+
+
+SMALL_CHUNKS = {
+    plan: dict(ROW_CHUNK=32, TILE_CHUNK=48),
+    xla: dict(ALL_TILES_DECODE_CHUNK=32, ALL_TILES_WIDE_CHUNK=48),
+    combine: dict(MIN_CHUNKS=1),  # contexts are split over programs
+}
 _compiled = {}
 
 
-def run(arrays, sinks, scoring, form):
-    """A form of the XLA path on the arguments of the public call."""
+def run(arrays, sinks, scales, scoring, form):
+    """A form on the arguments of the public call."""
     q, k_pages, v_pages, *index = arrays
     sizes = dict(num_blocks=k_pages.shape[0], block_size=k_pages.shape[1], window=scoring.window)
     made = plan.plan_attention(q.shape[0], *index, **sizes)
-    return xla.attend(q, k_pages, v_pages, made, sinks, scoring, form)
+    return FORMS[form](q, k_pages, v_pages, made, sinks, scoring, scales=scales)
 
 
 def attend(form: str, heads: Heads, batch: Batch, *, small_chunks=True):
-    """(out, lse) of a form of the XLA path, compiled once for all batches of one static side.
+    """(out, lse) of a form, compiled once for all batches of one static side.
 
     Small chunks make a short context take several trips, which is what most tests are after.
     """
     key = (form, str(heads), small_chunks, *(x.shape for x in batch.arrays))
     if key not in _compiled:
-        scoring = xla.Scoring(**{"scale": heads.head_dim**-0.5} | heads.scoring)
-        f = jax.jit(lambda arrays, sinks: run(arrays, sinks, scoring, FORMS[form]))
+        scoring = Scoring(**{"scale": heads.head_dim**-0.5} | heads.scoring)
+        f = jax.jit(lambda arrays, sinks, scales: run(arrays, sinks, scales, scoring, form))
         with contextlib.ExitStack() as stack:
             for module, sizes in SMALL_CHUNKS.items() if small_chunks else ():
                 stack.enter_context(mock.patch.multiple(module, **sizes))
-            # The GPU form is run here for its numbers, which need no optimised machine code: half the compile time.
-            options = {"xla_backend_optimization_level": 0} if form == "gpu" else None
-            _compiled[key] = f.lower(batch.arrays, batch.sinks).compile(options)
-    return _compiled[key](batch.arrays, batch.sinks)
+            # Forms for GPUs are run here for their numbers, which need no optimised machine code: half the compile time.
+            options = None if form == "cpu" else {"xla_backend_optimization_level": 0}
+            _compiled[key] = f.lower(batch.arrays, batch.sinks, batch.scales).compile(options)
+    return _compiled[key](batch.arrays, batch.sinks, batch.scales)
 
 
 def expected(heads: Heads, batch: Batch):
     """(out, lse) of the float64 reference."""
-    return reference_attention(*batch.arrays, sinks=batch.sinks, **heads.scoring)
+    scales = dict(k_scale=batch.scales.k, v_scale=batch.scales.v)
+    return reference_attention(*batch.arrays, sinks=batch.sinks, **scales, **heads.scoring)
 
 
 def assert_matches(heads: Heads, got, want):

@@ -1,5 +1,6 @@
 import functools
 import re
+from dataclasses import replace
 
 import cases
 import jax
@@ -10,10 +11,22 @@ from cases import Heads, assert_matches, attend, expected, make_batch, with_arra
 from jax.sharding import PartitionSpec as P
 
 from paged_jax.kernels import ragged_paged_attention, write_kv
-from paged_jax.kernels.paged_attention import xla
 from paged_jax.kernels.paged_attention.reference import reference_attention
+from paged_jax.kernels.paged_attention.scoring import Scales, Scoring
 
-both_forms = pytest.mark.parametrize("form", cases.FORMS)
+every_form = pytest.mark.parametrize("form", cases.FORMS)
+
+
+def sweep(heads, mosaic=(), triton=()):
+    """The cases of every form: `heads`, and those that are one kernel's alone. Mosaic's interpreter is slow, and gets its own."""
+    forms = {"cpu": heads, "gpu": heads, "triton": [*heads, *triton], "mosaic_gpu": mosaic}
+    pairs = [(form, case, i) for form, listed in forms.items() for i, case in enumerate(listed)]
+    assert all(cases.covers(form, case) for form, case, _ in pairs)
+    # Of a kernel the first case is enough for a quick run.
+    slow = lambda form, i: [pytest.mark.slow] if i and form in ("triton", "mosaic_gpu") else []  # noqa: E731
+    pairs = [pytest.param(form, case, marks=slow(form, i), id=f"{form}-{case}") for form, case, i in pairs]
+    return pytest.mark.parametrize("form, heads", pairs)
+
 
 # Each value of each parameter at least once, and each option with more than one shape: pairs, not the full product.
 HEADS = [
@@ -23,10 +36,29 @@ HEADS = [
     Heads(96, 8, 4, 1, dict(window=1, scale=0.3), sinks=True),
     Heads(128, 32, 1, 8, dict(window=33, soft_cap=1.0)),
     Heads(64, 16, 2, 4, dict(window=40), sinks=True, dtype="bfloat16"),
+    Heads(256, 8, 1, 2, dtype="float16"),
+]
+FOR_MOSAIC = [
+    Heads(64, 16, 1, 3, dict(window=20), sinks=True, dtype="bfloat16"),
+    Heads(128, 8, 1, 4, dict(soft_cap=2.0), dtype="float16"),
+    Heads(128, 32, 1, 8, dict(window=33, scale=0.3), dtype="bfloat16"),
+    Heads(64, 64, 1, 1, sinks=True, dtype="float16"),
+]
+QUANTISED = [
+    Heads(64, 16, 2, 4, kv_dtype="int8", scales="token"),
+    Heads(80, 8, 1, 3, dict(soft_cap=5.0), dtype="bfloat16", kv_dtype="float8_e4m3fn", scales="token"),
+    Heads(16, 16, 2, 1, dict(window=30), sinks=True, dtype="float16", kv_dtype="float8_e5m2", scales="tensor"),
+]
+QUANTISED_FOR_TRITON = [
+    Heads(64, 16, 1, 8, dtype="bfloat16", kv_dtype="int8", scales="tensor"),
+    Heads(32, 16, 2, 2, kv_dtype="bfloat16"),
+    Heads(32, 16, 2, 2, kv_dtype="float8_e4m3fn"),
 ]
 
 # The tests below the sweep share one static side and two shapes, so that few programs are compiled.
 WINDOWED = Heads(16, 16, 2, 2, dict(window=20))
+WINDOWED_FOR = dict.fromkeys(cases.FORMS, WINDOWED)
+WINDOWED_FOR["mosaic_gpu"] = Heads(64, 16, 2, 2, dict(window=20), dtype="bfloat16")
 MIXED = dict(num_tokens=80, num_seqs=4, table_width=6)
 DECODE = dict(num_tokens=4, num_seqs=4, table_width=6)
 
@@ -35,67 +67,80 @@ def _edge_lengths(size):
     return [1, size - 1 or 1, size, size + 1, 3 * size, 3 * size + 1]
 
 
-@both_forms
-@pytest.mark.parametrize("heads", HEADS[1::2], ids=str)
+@sweep(HEADS[1::2], FOR_MOSAIC[::2])
 def test_decoding_rows_match_the_reference(heads, form):
     size = heads.block_size
-    width = -(-100 // size) + 1  # not a multiple of the chunk
+    width = max(-(-100 // size) + 1, 4)  # not a multiple of the chunk
     sizes = dict(num_tokens=8, num_seqs=8, table_width=width)
     edges = [(1, n) for n in _edge_lengths(size)]
-    for lens in (
+    batches = (
         edges,
-        [(1, 100), (1, 1), (1, 37)],
         [(0, 5), (1, 97), (0, 0), (1, 2), (3, 70)],
+        [(1, 100), (1, 1), (1, 37)],
         [(1, width * size)],
         [],
-    ):
+    )
+    for lens in batches[:2] if form == "mosaic_gpu" else batches:
         batch = make_batch(heads, lens, **sizes)
         assert_matches(heads, attend(form, heads, batch), expected(heads, batch))
 
 
-@both_forms
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@sweep(HEADS, FOR_MOSAIC[1::2])
 def test_prefill_chunks_and_decoding_rows_in_one_batch_match_the_reference(heads, form):
     size = heads.block_size
     sizes = dict(num_tokens=96, num_seqs=7, table_width=-(-100 // size) + 1)
     edges = [(n if n % 2 else 1, n) for n in _edge_lengths(size) if n < 26]
-    for lens in (
+    batches = (
         edges,
         [(1, 40), (96 - 4, 96), (1, 1), (2, 90)],
         [(0, 0), (33, 33), (1, 50), (0, 9), (32, 99), (30, 90)],
         [(64, 100), (1, 3)],
         [],
-    ):
+    )
+    if form == "mosaic_gpu":
+        sizes, batches = sizes | dict(num_tokens=40, num_seqs=4), [[(1, 40), (30, 96), (1, 1), (2, 90)], []]
+    for lens in batches:
         batch = make_batch(heads, lens, **sizes)
         assert_matches(heads, attend(form, heads, batch), expected(heads, batch))
 
 
-@both_forms
+@sweep(QUANTISED, triton=QUANTISED_FOR_TRITON)
+def test_pages_of_a_narrower_dtype_match_the_reference(heads, form):
+    sizes = dict(num_tokens=40, num_seqs=4, table_width=-(-100 // heads.block_size))
+    for lens in [(1, 40), (30, 96), (1, 1), (2, 90)], [(1, 96), (1, 3)]:
+        batch = make_batch(heads, lens, **sizes)
+        assert_matches(heads, attend(form, heads, batch), expected(heads, batch))
+
+
+@every_form
 def test_a_sink_far_from_the_scores_neither_overflows_nor_counts(form):
-    heads = HEADS[3]
+    heads = FOR_MOSAIC[0] if form == "mosaic_gpu" else HEADS[3]
     batch = make_batch(heads, [(1, 50), (1, 9)], num_tokens=8, num_seqs=8, table_width=14)
-    batch = with_arrays(batch, sinks=np.float32([300, -300, 0, -np.inf]))
+    batch = with_arrays(batch, sinks=np.float32([300, -300, 0, -np.inf])[-heads.num_heads :])
     assert_matches(heads, attend(form, heads, batch), expected(heads, batch))
 
 
-@both_forms
+@every_form
 @pytest.mark.parametrize("lens, num_tokens", [([(1, 1100), (1, 3), (1, 512)], 4), ([(60, 400), (1, 300)], 64)])
 def test_contexts_of_several_full_chunks_match_the_reference(form, lens, num_tokens):
-    heads = Heads(scoring=dict(window=700))
+    heads = replace(WINDOWED_FOR[form], scoring=dict(window=700))
     batch = make_batch(heads, lens, num_tokens=num_tokens, num_seqs=4, table_width=71)
     assert_matches(heads, attend(form, heads, batch, small_chunks=False), expected(heads, batch))
 
 
-@both_forms
+@every_form
 def test_a_prompt_in_chunks_gives_what_it_gives_at_once(form):
-    heads, total, size = WINDOWED, 70, WINDOWED.block_size
+    heads, total, size = WINDOWED_FOR[form], 70, WINDOWED.block_size
+    atol = cases.TOLERANCE[heads.dtype]
     whole = make_batch(heads, [(total, total), (1, 20)], **MIXED)
     want, _ = expected(heads, whole)
     table = np.asarray(whole.block_tables[0])
     k, v = (x[table].reshape(-1, heads.kv_heads, heads.head_dim) for x in (whole.k_pages, whole.v_pages))
     write = jax.jit(write_kv)
     padding = np.arange(MIXED["num_tokens"])
-    for chunk in (1, 7, size, 33, total):
+    for chunk in (
+        (33, total) if form == "mosaic_gpu" else (1, 7, size, 33, total)
+    ):  # its interpreter takes a second a call
         pages = tuple(x.at[table].set(jnp.nan) for x in (whole.k_pages, whole.v_pages))
         got = np.zeros((total, heads.num_heads, heads.head_dim))
         for start in range(0, total, chunk):
@@ -103,20 +148,20 @@ def test_a_prompt_in_chunks_gives_what_it_gives_at_once(form):
             t = np.minimum(start + padding, total - 1)
             slots = np.where(padding < n, table[t // size] * size + t % size, whole.k_pages.shape[0] * size)
             pages = write(*pages, k[t], v[t], jnp.asarray(slots, jnp.int32))
-            q = np.zeros(whole.q.shape, np.float32)
+            q = np.zeros_like(whole.q)
             q[:n], q[n] = whole.q[start : start + n], whole.q[total]
             step = dict(q=q, k_pages=pages[0], v_pages=pages[1])
             step |= dict(kv_lens=[start + n, 20, 0, 0], cu_q_lens=[0, n, n + 1, n + 1, n + 1])
             out = np.asarray(attend(form, heads, with_arrays(whole, **step))[0])
             got[start : start + n] = out[:n]
-            np.testing.assert_allclose(out[n], want[total], rtol=2e-6, atol=2e-6)
-        np.testing.assert_allclose(got, want[:total], rtol=2e-6, atol=2e-6)
+            np.testing.assert_allclose(out[n], want[total], rtol=atol, atol=atol)
+        np.testing.assert_allclose(got, want[:total], rtol=atol, atol=atol)
 
 
-@both_forms
+@every_form
 @pytest.mark.parametrize("sizes", [DECODE, MIXED], ids=["decode", "mixed"])
 def test_what_no_live_sequence_computed_does_not_matter(form, sizes):
-    heads = WINDOWED
+    heads = WINDOWED_FOR[form]
     lens = [(1, 50), (1, 17)] if sizes is DECODE else [(1, 50), (40, 75), (2, 17)]
     clean, poisoned = (make_batch(heads, lens, **sizes, poison=poison) for poison in (False, True))
     want = [np.asarray(x) for x in attend(form, heads, clean)]
@@ -134,9 +179,9 @@ def test_what_no_live_sequence_computed_does_not_matter(form, sizes):
     assert not np.isnan(want[0]).any()
 
 
-@both_forms
+@every_form
 def test_where_blocks_lie_and_who_shares_them_does_not_matter(form):
-    heads = WINDOWED
+    heads = WINDOWED_FOR[form]
     batch = make_batch(heads, [(1, 40), (9, 40), (20, 25)], **MIXED)
     tables = np.array(batch.block_tables)
     tables[1, :2] = tables[0, :2]  # a prefix of two blocks in common
@@ -150,33 +195,39 @@ def test_where_blocks_lie_and_who_shares_them_does_not_matter(form):
         np.testing.assert_array_equal(a, b)
 
 
-@both_forms
+@every_form
 def test_a_row_gives_the_same_numbers_whoever_its_neighbours_are(form):
-    batch = make_batch(WINDOWED, [(1, 77), (40, 90), (1, 3)], **MIXED)
+    heads = WINDOWED_FOR[form]
+    batch = make_batch(heads, [(1, 77), (40, 90), (1, 3)], **MIXED)
     alone = with_arrays(batch, num_seqs=np.int32(1))
-    together = attend(form, WINDOWED, batch)
-    np.testing.assert_array_equal(attend(form, WINDOWED, alone)[0][0], together[0][0])
+    together = attend(form, heads, batch)
+    np.testing.assert_array_equal(attend(form, heads, alone)[0][0], together[0][0])
 
 
-@both_forms
-@pytest.mark.parametrize("axis", ["heads", None])
+# The Pallas interpreters do not know explicit meshes; what is compiled does (test_cuda_kernels_compile.py).
+@pytest.mark.parametrize(
+    "form, axis", [(form, axis) for form in cases.FORMS for axis in ("heads", None) if axis or form in ("cpu", "gpu")]
+)
 def test_it_runs_inside_shard_map_and_on_an_explicit_mesh(form, axis):
-    batch = make_batch(WINDOWED, [(1, 40), (20, 30)], **MIXED)
-    scoring = xla.Scoring(0.25, 20)
-    f = lambda *arrays: cases.run(arrays, None, scoring, cases.FORMS[form])  # noqa: E731
+    heads = WINDOWED_FOR[form]
+    batch = make_batch(heads, [(1, 40), (20, 30)], **MIXED)
+    scoring = Scoring(heads.head_dim**-0.5, 20)
+    f = lambda *arrays: cases.run(arrays, None, Scales(), scoring, form)  # noqa: E731
     if axis is None:
         mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
         with jax.set_mesh(mesh):
             got = jax.jit(f)(*jax.device_put(batch.arrays, jax.sharding.NamedSharding(mesh, P())))
     else:
         mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-        heads, pages = P(None, "x"), P(None, None, "x")
-        specs = (heads, pages, pages, P(), P(), P(), P())
-        got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=(heads, heads)))(*batch.arrays)
-    assert_matches(WINDOWED, got, expected(WINDOWED, batch))
+        by_head, pages = P(None, "x"), P(None, None, "x")
+        specs = (by_head, pages, pages, P(), P(), P(), P())
+        # The Pallas interpreters do not know which values vary over a mesh.
+        check = dict(check_vma=form in ("cpu", "gpu"))
+        got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=(by_head, by_head), **check))(*batch.arrays)
+    assert_matches(heads, got, expected(heads, batch))
 
 
-@both_forms
+@pytest.mark.parametrize("form", ["cpu", "gpu"])  # an interpreter's program copies what it likes
 @pytest.mark.parametrize("num_tokens", [8, 64])
 def test_no_layer_copies_a_page_array(form, num_tokens):
     heads = Heads(dtype="float32")
@@ -187,7 +238,7 @@ def test_no_layer_copies_a_page_array(form, num_tokens):
         new = []
         for k_pages, v_pages in pages:
             k_pages, v_pages = write_kv(k_pages, v_pages, k, v, slots)
-            q, _ = cases.run((q, k_pages, v_pages, *index), None, xla.Scoring(1.0), cases.FORMS[form])
+            q, _ = cases.run((q, k_pages, v_pages, *index), None, Scales(), Scoring(1.0), form)
             new.append((k_pages, v_pages))
         return new, q
 
@@ -267,6 +318,10 @@ def _f32(*shape):
         (dict(k_pages=_f32(5, 8, 32)), ValueError, r"k_pages has shape \(5, 8, 32\)"),
         (dict(v_pages=_f32(5, 8, 2, 8)), ValueError, r"v_pages has shape \(5, 8, 2, 8\); expected \(5, 8, 2, 16\)"),
         (dict(v_pages=jnp.zeros((5, 8, 2, 16), jnp.bfloat16)), TypeError, "v_pages has dtype bfloat16"),
+        (dict(k_pages=jnp.zeros((5, 8, 2, 16), jnp.int16)), TypeError, "k_pages has dtype int16; expected float32"),
+        (dict(k_scale=_f32(5, 8)), ValueError, r"k_scale has shape \(5, 8\); expected a scalar or \(5, 8, 2\)"),
+        (dict(v_scale=_f32(1)), ValueError, r"v_scale has shape \(1,\); expected a scalar"),
+        (dict(v_scale=2), TypeError, "v_scale has dtype int32; expected a floating dtype"),
         (dict(kv_lens=jnp.zeros((2, 1), jnp.int32)), ValueError, r"kv_lens has shape \(2, 1\); expected \[S\]"),
         (dict(kv_lens=_f32(2)), TypeError, "kv_lens has dtype float32; expected an integer dtype"),
         (
@@ -285,8 +340,6 @@ def _f32(*shape):
         (dict(soft_cap=0.0), ValueError, r"soft_cap=0\.0; expected a finite number above 0"),
         (dict(soft_cap=float("nan")), ValueError, "soft_cap=nan"),
         (dict(implementation="cudnn"), ValueError, "implementation='cudnn'; expected 'xla'"),
-        (dict(implementation="mosaic_gpu"), NotImplementedError, "implementation='mosaic_gpu' is not there yet"),
-        (dict(implementation="triton"), NotImplementedError, "implementation='triton' is not there yet"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
 )

@@ -1,0 +1,189 @@
+"""Decoding attention over pages: the time, the bytes of K and V, and the fraction of the bandwidth that a copy reaches.
+
+    us          one call for a whole batch, one query token a sequence
+    of copy     bytes of K and V over the time, as a fraction of what a copy of a large array reaches in the same run
+    xla         this library's plain JAX path
+    jax op      jax.experimental.pallas.ops.gpu.paged_attention
+    cudnn       jax.nn.dot_product_attention on contiguous K and V: the price of paging
+
+Where there is no GPU nothing is measured: the floor is printed, the bytes over the published bandwidth of a named device.
+
+Usage: python benchmarks/kernel.py [--group 8] [--dtype bfloat16] [--device "NVIDIA H200"] [--quick]
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from paged_jax.kernels import plan_attention, ragged_paged_attention
+from paged_jax.kernels.paged_attention import dispatch
+
+BATCHES = (1, 8, 64, 256)
+CONTEXTS = (512, 4096, 32_768)
+KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
+BANDWIDTHS = {  # bytes a second, as published
+    "NVIDIA A100-SXM4-80GB": 2.039e12,
+    "NVIDIA H100 80GB HBM3": 3.35e12,
+    "NVIDIA H200": 4.8e12,
+    "NVIDIA B200": 8.0e12,
+}
+CACHE_BYTES = (
+    200e6  # calls walk over at least so many bytes before they come back to the first: more than a GPU's cache
+)
+COPY_BYTES = 2**31
+
+
+def kv_bytes(batch: int, context: int, dtype) -> int:
+    """Of K and V that one call has to read."""
+    return 2 * batch * context * KV_HEADS * HEAD_DIM * jnp.dtype(dtype).itemsize
+
+
+def seconds_a_call(step: Callable, start, operands: tuple, calls: int, repeats: int) -> float:
+    """The median over dispatches of `calls` calls in one compiled loop; `step(i, x, *operands)` gives the next x."""
+    run = jax.jit(lambda x, *operands: lax.fori_loop(0, calls, lambda i, x: step(i, x, *operands), x))
+    jax.block_until_ready(run(start, *operands))
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        jax.block_until_ready(run(start, *operands))
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) / calls
+
+
+def copy_bandwidth(repeats: int) -> float:
+    """Bytes a second, read and written, of an array that no cache holds."""
+    x = jnp.zeros(COPY_BYTES // 4, jnp.int32)
+    return 2 * COPY_BYTES / seconds_a_call(lambda _, x: x + 1, x, (), 10, repeats)
+
+
+def num_sets(batch: int, context: int, dtype) -> int:
+    """In how many places the K and V of the batch lie, so that no call finds in the cache what the one before it read."""
+    return min(64, 1 + int(CACHE_BYTES // kv_bytes(batch, context, dtype)))
+
+
+def ours(implementation, batch: int, context: int, group: int, dtype, calls: int, repeats: int) -> float:
+    """Seconds a call of this library's attention."""
+    width, sets = context // BLOCK_SIZE, num_sets(batch, context, dtype)
+    num_blocks = 1 + sets * batch * width
+    ids = np.random.default_rng(0).permutation(np.arange(1, num_blocks, dtype=np.int32)).reshape(sets, batch, width)
+    tables, kv_lens, cu_q_lens = (
+        jnp.asarray(ids),
+        jnp.full(batch, context, jnp.int32),
+        jnp.arange(batch + 1, dtype=jnp.int32),
+    )
+    q, pages = _queries(batch, group, dtype), jnp.zeros((num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM), dtype)
+    v_pages = pages + jnp.ones((), dtype)
+    index = kv_lens, tables[0], cu_q_lens, jnp.int32(batch)
+    plan = plan_attention(batch, *index, num_blocks=num_blocks, block_size=BLOCK_SIZE, window=None)
+
+    def step(i, q, k_pages, v_pages, tables, index, plan):
+        moved = plan._replace(tables=tables[i % sets])
+        return ragged_paged_attention(q, k_pages, v_pages, *index, implementation=implementation, plan=moved)
+
+    return seconds_a_call(step, q, (pages, v_pages, tables, index, plan), calls, repeats)
+
+
+def jax_op(batch: int, context: int, group: int, dtype, calls: int, repeats: int) -> float:
+    """Seconds a call of the op that comes with JAX."""
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    width, sets = context // BLOCK_SIZE, num_sets(batch, context, dtype)
+    num_blocks = sets * batch * width
+    ids = np.random.default_rng(0).permutation(np.arange(num_blocks, dtype=np.int32)).reshape(sets, batch, width)
+    tables, lengths = jnp.asarray(ids), jnp.full(batch, context, jnp.int32)
+    pages = jnp.zeros((KV_HEADS, num_blocks, BLOCK_SIZE, HEAD_DIM), dtype)
+    v_pages = pages + jnp.ones((), dtype)
+
+    def step(i, q, k_pages, v_pages, tables, lengths):
+        return paged_attention(q, k_pages, v_pages, tables[i % sets], lengths).astype(q.dtype)
+
+    return seconds_a_call(step, _queries(batch, group, dtype), (pages, v_pages, tables, lengths), calls, repeats)
+
+
+def cudnn(batch: int, context: int, group: int, dtype, calls: int, repeats: int) -> float:
+    """Seconds a call of cuDNN's attention on K and V that are not paged."""
+    # Arrays of their own: a slice of a larger one would be copied for the call.
+    sets = min(16, num_sets(batch, context, dtype))
+    keys = [jnp.zeros((batch, context, KV_HEADS, HEAD_DIM), dtype) for _ in range(sets)]
+    values = [x + jnp.ones((), dtype) for x in keys]
+
+    def step(_, q, keys, values):
+        for k, v in zip(keys, values, strict=True):
+            q = jax.nn.dot_product_attention(q[:, None], k, v, implementation="cudnn")[:, 0]
+        return q
+
+    return seconds_a_call(step, _queries(batch, group, dtype), (keys, values), -(-calls // sets), repeats) / sets
+
+
+def _queries(batch: int, group: int, dtype):
+    return jax.random.normal(jax.random.key(0), (batch, KV_HEADS * group, HEAD_DIM), dtype)
+
+
+def measure(group: int, dtype, quick: bool) -> None:
+    """The table, on the GPU that there is."""
+    device = jax.devices()[0]
+    calls, repeats = (10, 3) if quick else (50, 10)
+    bandwidth = copy_bandwidth(repeats)
+    q, pages = _queries(1, group, dtype), jnp.zeros((1, BLOCK_SIZE, KV_HEADS, HEAD_DIM), dtype)
+    picked = dispatch.pick("cuda", dispatch.Problem.of(q, pages, None, None), dispatch.target_device_kind())
+    print(f"jax {jax.__version__} on {device.device_kind}; copy: {bandwidth / 1e12:.2f} TB/s (measured)")
+    print(
+        f"{picked}, {KV_HEADS} KV heads, {group} query heads each, head_dim {HEAD_DIM}, {dtype}, pages of {BLOCK_SIZE}\n"
+    )
+    print(f"{'batch':>5} {'context':>8} {'MB':>9} {'us':>9} {'of copy':>8} {'xla':>9} {'jax op':>9} {'cudnn':>9}")
+    reasons = []
+    for batch in BATCHES:
+        for context in CONTEXTS:
+            size = kv_bytes(batch, context, dtype)
+            sizes = batch, context, group, dtype, calls if size < 1e9 else 5, repeats
+            columns = [partial(ours, None), partial(ours, "xla"), jax_op, cudnn]
+            times = []
+            for name, column in zip(("ours", "xla", "jax op", "cudnn"), columns, strict=True):
+                try:
+                    times.append(column(*sizes))
+                except Exception as error:  # what others' code and a full memory raise is not ours to know
+                    times.append(None)
+                    reasons.append(f"{name}, batch {batch}, context {context}: {type(error).__name__}: {error!s:.200}")
+            fraction = f"{size / times[0] / bandwidth:>8.0%}" if times[0] else f"{'-':>8}"
+            us, *others = (f"{t * 1e6:>9.1f}" if t else f"{'-':>9}" for t in times)
+            print(f"{batch:>5} {context:>8,} {size / 1e6:>9.1f} {us} {fraction} {' '.join(others)}", flush=True)
+    for reason in reasons:
+        print(f"not measured: {reason}")
+
+
+def print_floor(device: str, dtype) -> None:
+    """What no implementation can be faster than. Nothing is measured."""
+    bandwidth = BANDWIDTHS[device]
+    print("No GPU here: nothing was measured. The floor is the bytes of K and V over the published bandwidth.")
+    print(f"{device}: {bandwidth / 1e12:.2f} TB/s; {KV_HEADS} KV heads, head_dim {HEAD_DIM}, {dtype}\n")
+    print(f"{'batch':>5} {'context':>8} {'MB':>9} {'floor us':>9}")
+    for batch in BATCHES:
+        for context in CONTEXTS:
+            size = kv_bytes(batch, context, dtype)
+            print(f"{batch:>5} {context:>8,} {size / 1e6:>9.1f} {size / bandwidth * 1e6:>9.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--group", type=int, default=8, help="query heads to a KV head")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument(
+        "--device", default="NVIDIA H200", choices=BANDWIDTHS, help="whose floor, where there is no GPU"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    options = parser.parse_args()
+    if jax.default_backend() == "gpu":
+        measure(options.group, options.dtype, options.quick)
+    else:
+        print_floor(options.device, options.dtype)
+
+
+if __name__ == "__main__":
+    main()

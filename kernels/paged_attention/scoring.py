@@ -1,0 +1,23 @@
+"""What a query and a key make, and what the stored numbers of quantised pages are worth."""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float
+
+
+class Scoring(NamedTuple):
+    """How a query and a key make a score. All of it is static."""
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+class Scales(NamedTuple):
+    """Factors of the numbers in the pages: None for 1, f32[] for all of them, f32[N, B, KV] by token and KV head."""
+
+    k: Float[Array, "..."] | None = None
+    v: Float[Array, "..."] | None = None
+
+
+NO_SCALES = Scales()

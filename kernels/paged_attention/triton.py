@@ -1,0 +1,260 @@
+"""Paged attention as a Pallas-Triton kernel: any CUDA GPU from sm_80 on, any head size and page size, any KV dtype.
+
+Pallas-Triton is deprecated upstream (jax 0.11 on). Nothing but `dispatch.py` and `api.py` knows this file, so that it can go in
+one commit.
+
+A program takes the query rows of one tile, or of a part of it, for all query heads of one KV head: a page is read once for the
+heads of its group. The rows stand as [rows x heads of the group, D], padded to powers of two, which is what Triton computes on;
+padding is masked where it is read and where it is written.
+
+Page ids are int32 and stay one coordinate of several: Pallas multiplies them out in 64 bits where the pool takes more than 4 GiB
+(`dispatch.TRITON_WRAPS` tells where that comes too late).
+"""
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from . import dispatch
+from .combine import combine, num_splits
+from .plan import AttentionPlan
+from .scoring import NO_SCALES, Scales, Scoring
+
+LOWEST = -1e30  # a running maximum's start: finite, so that a row which has seen no key makes no inf - inf
+LOG2_E = math.log2(math.e)
+
+
+class Blocking(NamedTuple):
+    """The sizes of a program, all static.
+
+    Attributes:
+        rows: query tokens.
+        heads: query heads, padded to a power of two.
+        width: head_dim, padded to a power of two.
+        piece: of the width, what one product takes.
+        chunk: tokens of context in one trip of the loop.
+        num_warps, num_stages: as Triton means them.
+    """
+
+    rows: int
+    heads: int
+    width: int
+    piece: int
+    chunk: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def size(self) -> int:
+        """Rows of the products; a matrix instruction wants 16."""
+        return max(16, self.rows * self.heads)
+
+    def parts(self, tile: int) -> int:
+        """How many programs share a tile of `tile` query tokens."""
+        return -(-tile // self.rows)
+
+    @property
+    def pieces(self) -> range:
+        """The first of the dimensions of each piece."""
+        return range(0, self.width, self.piece)
+
+
+def choose_blocking(tile: int, group: int, head_dim: int, q_dtype, kv_dtype, device_kind: str | None) -> Blocking:
+    """The sizes for tiles of `tile` tokens. Bounds come from registers: no combination that the tests compile spills."""
+    heads, width = pl.next_power_of_2(group), max(16, pl.next_power_of_2(head_dim))
+    if jnp.dtype(q_dtype).itemsize > 2:
+        # Products of float32 have no matrix instruction here: a thread holds its operands' whole summed axis in registers.
+        # The number of stages is what was found to leave no spills: 3 spills for sm_90, 2 for sm_100.
+        stages = 2 if device_kind is None or dispatch.is_hopper(device_kind) else 3
+        rows = max(1, min(tile, 16 // heads))
+        return Blocking(rows, heads, width, 16, 16, 4 if width <= 128 else 8, stages)
+    rows = max(1, min(tile, max(16, 8192 // width) // heads))
+    # Numbers of one byte are converted on the way, which takes threads.
+    large = rows * heads * width > 4096 or width > 128 or jnp.dtype(kv_dtype).itemsize == 1
+    return Blocking(rows, heads, width, width, 64 if width <= 128 else 32, 8 if large else 4, 3 if width <= 128 else 2)
+
+
+def attend(
+    q, k_pages, v_pages, plan: AttentionPlan, sinks, scoring: Scoring, scales: Scales = NO_SCALES, interpret=False
+):
+    """Attention as `ragged_paged_attention` defines it, of checked arguments: (out[T, H, D], lse f32[T, H])."""
+    num_heads, head_dim = q.shape[1:]
+    block_size, kv_heads = k_pages.shape[1:3]
+    tiles = plan.every.tiles
+    device_kind = dispatch.target_device_kind()
+    group = num_heads // kv_heads
+    blocking = choose_blocking(tiles.size, group, head_dim, q.dtype, k_pages.dtype, device_kind)
+    programs = tiles.seq.shape[0] * blocking.parts(tiles.size)
+    splits = num_splits(programs * kv_heads, plan.tables.shape[1] * block_size, blocking.chunk)
+    converts_fp8 = dispatch.converts_fp8(device_kind)
+    static = Static(blocking, splits, scoring, converts_fp8, bool(interpret))
+    return _attend(q, k_pages, v_pages, plan, sinks, scales, static)
+
+
+class Static(NamedTuple):
+    """What a compiled kernel is made for, besides the shapes of its operands."""
+
+    blocking: Blocking
+    splits: int
+    scoring: Scoring
+    converts_fp8: bool
+    interpret: bool
+
+
+# Jitted, so that the layers of a decoder share one trace.
+@partial(jax.jit, static_argnames="static")
+def _attend(q, k_pages, v_pages, plan: AttentionPlan, sinks, scales: Scales, static: Static):
+    num_tokens, num_heads, head_dim = q.shape
+    tiles, blocking, splits = plan.every.tiles, static.blocking, static.splits
+    programs = tiles.seq.shape[0] * blocking.parts(tiles.size)
+    partial_dtype = q.dtype if splits == 1 and sinks is None else jnp.float32
+    like = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
+    out, lse = pl.pallas_call(
+        partial(_kernel, tile_size=tiles.size, static=static, scaled=tuple(x is not None for x in scales)),
+        grid=(programs, k_pages.shape[2], splits),
+        out_shape=(
+            like((splits, num_tokens, num_heads, head_dim), partial_dtype),
+            like((splits, num_tokens, num_heads), jnp.float32),
+        ),
+        compiler_params=pltriton.CompilerParams(num_warps=blocking.num_warps, num_stages=blocking.num_stages),
+        interpret=static.interpret,
+        name="paged_attention",
+    )(
+        *(plan.tables, tiles.seq, tiles.start, tiles.num_rows, tiles.position, q, k_pages, v_pages),
+        *(jnp.asarray(x, jnp.float32).reshape(x.shape or (1,)) for x in scales if x is not None),
+    )
+    return combine(out, lse, sinks, plan.place.owned, q.dtype)
+
+
+def _kernel(tables, seqs, starts, counts, positions, q_ref, k_ref, v_ref, *refs, tile_size, static, scaled):
+    """One program; `refs` are the scales that there are, then out and lse."""
+    blocking, scoring = static.blocking, static.scoring
+    parts = blocking.parts(tile_size)
+    *scale_refs, out_ref, lse_ref = refs
+    scale_refs = iter(scale_refs)
+    k_scale, v_scale = (next(scale_refs) if there else None for there in scaled)
+    kv_head, split = pl.program_id(1), pl.program_id(2)
+    tile = lax.div(pl.program_id(0), parts)
+    first_row = lax.rem(pl.program_id(0), parts) * blocking.rows
+    group, head_dim, dtype = q_ref.shape[1] // k_ref.shape[2], q_ref.shape[2], q_ref.dtype
+
+    num_rows = jnp.minimum(counts[tile] - first_row, blocking.rows)
+    position = positions[tile] + first_row
+    lines = jnp.arange(blocking.size, dtype=jnp.int32)
+    row, head = lax.div(lines, blocking.heads), lax.rem(lines, blocking.heads)
+    live = (row < num_rows) & (head < group)
+    token, head = starts[tile] + first_row + row, kv_head * group + head
+    pieces = [first + jnp.arange(blocking.piece, dtype=jnp.int32) for first in blocking.pieces]
+    places = [_index((blocking.size, blocking.piece), token[:, None], head[:, None], dims[None, :]) for dims in pieces]
+    whole = [live[:, None] & (dims < head_dim)[None, :] for dims in pieces]
+    query = [pltriton.load(q_ref.at[p], mask=m, other=0) for p, m in zip(places, whole, strict=True)]
+
+    read = partial(_read, converts_fp8=static.converts_fp8)
+    first_key, end_key = _context(tables.shape[1] * k_ref.shape[1], position, num_rows, scoring)
+    first_chunk, end_chunk = _share(first_key, end_key, split, pl.num_programs(2), blocking.chunk)
+    factor = scoring.scale if k_scale is None or len(k_scale.shape) > 1 else scoring.scale * k_scale[0]
+
+    def step(i, sums):
+        top, total, acc = sums
+        keys = i * blocking.chunk + jnp.arange(blocking.chunk, dtype=jnp.int32)
+        within = (keys >= first_key) & (keys < end_key)
+        column = jnp.where(within, lax.div(keys, k_ref.shape[1]), 0)
+        block = pltriton.load(tables.at[_index(keys.shape, seqs[tile], column)], mask=within, other=0)
+        offset = lax.rem(keys, k_ref.shape[1])
+        at = (block, offset, kv_head)
+
+        # What lies outside the context is never read, so NaN there is 0 here.
+        ks = (read(k_ref, at, within, dims, dtype) for dims in pieces)
+        scores = sum(_dot(q, k.T) for q, k in zip(query, ks, strict=True)) * factor
+        if k_scale is not None and len(k_scale.shape) > 1:
+            scores = scores * _read_scale(k_scale, at, within)[None, :]
+        if scoring.soft_cap is not None:
+            scores = scoring.soft_cap * jnp.tanh(scores / scoring.soft_cap)
+        visible = (keys[None, :] <= (position + row)[:, None]) & within[None, :]
+        if scoring.window is not None:
+            visible &= keys[None, :] > (position + row)[:, None] - scoring.window
+        scores = jnp.where(visible, scores * LOG2_E, LOWEST)
+
+        raised = jnp.maximum(top, scores.max(1))
+        weights = jnp.where(visible, jnp.exp2(scores - raised[:, None]), 0.0)
+        decay = jnp.exp2(top - raised)
+        if v_scale is not None and len(v_scale.shape) > 1:
+            factors = _read_scale(v_scale, at, within)[:, None]
+            vs = ((read(v_ref, at, within, dims, jnp.float32) * factors).astype(dtype) for dims in pieces)
+        else:
+            vs = (read(v_ref, at, within, dims, dtype) for dims in pieces)
+        narrow = weights.astype(dtype)
+        acc = tuple(a * decay[:, None] + _dot(narrow, v) for a, v in zip(acc, vs, strict=True))
+        return raised, total * decay + weights.sum(1), acc
+
+    rows = (blocking.size,)
+    empty = jnp.full(rows, LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32)
+    empty = *empty, tuple(jnp.zeros((*rows, blocking.piece), jnp.float32) for _ in pieces)
+    top, total, acc = lax.fori_loop(first_chunk, end_chunk, step, empty)
+
+    seen = total > 0
+    factor = 1 / jnp.where(seen, total, 1.0)
+    if v_scale is not None and len(v_scale.shape) == 1:
+        factor = factor * v_scale[0]
+    lse = jnp.where(seen, (top + jnp.log2(jnp.where(seen, total, 1.0))) / LOG2_E, -jnp.inf)
+    pltriton.store(lse_ref.at[_index(rows, split, token, head)], lse, mask=live)
+    for a, dims, mask in zip(acc, pieces, whole, strict=True):
+        place = _index(mask.shape, split, token[:, None], head[:, None], dims[None, :])
+        pltriton.store(out_ref.at[place], (a * factor[:, None]).astype(out_ref.dtype), mask=mask)
+
+
+def _context(table_tokens: int, position, num_rows, scoring: Scoring):
+    """The keys that some row of the tile sees: from the window's first to the last row's own; none where there is no row."""
+    first = 0 if scoring.window is None else jnp.maximum(position - (scoring.window - 1), 0)
+    end = jnp.where(num_rows > 0, jnp.minimum(position + num_rows, table_tokens), 0)
+    return jnp.int32(first), end
+
+
+def _share(first_key, end_key, split, splits, chunk: int):
+    """The chunks of the context that this split takes; chunks begin at multiples of their size."""
+    first, end = lax.div(first_key, chunk), lax.div(end_key + (chunk - 1), chunk)
+    share = lax.div(jnp.maximum(end - first, 0) + (splits - 1), splits)
+    first = first + split * share
+    return first, jnp.minimum(first + share, end)
+
+
+def _index(shape: tuple[int, ...], *at):
+    """Every coordinate of every element: Pallas-Triton takes index arrays of one shape."""
+    return tuple(jnp.broadcast_to(x, shape) for x in at)
+
+
+def _read(pages, at, within, dims, dtype, converts_fp8: bool):
+    """The [L, dims] numbers of one KV head at L places of the pages, 0 outside the context and past head_dim."""
+    block, offset, kv_head = at
+    place = _index((block.shape[0], dims.shape[0]), block[:, None], offset[:, None], kv_head, dims[None, :])
+    mask = within[:, None] & (dims < pages.shape[3])[None, :]
+    if jnp.dtype(pages.dtype).itemsize > 1:
+        return pltriton.load(pages.at[place], mask=mask, other=0).astype(dtype)
+    # Pallas-Triton has no constant of an fp8 dtype to fill in.
+    return jnp.where(mask, _widen(pltriton.load(pages.at[place], mask=mask), converts_fp8), 0).astype(dtype)
+
+
+def _widen(x, converts_fp8: bool):
+    """int8 or fp8 as float32, exactly."""
+    if x.dtype != jnp.float8_e4m3fn or converts_fp8:
+        return x.astype(jnp.float32)
+    # No instruction before sm_89. Shifted into place the bits are a float16 whose exponent is too small by 8; 0x7f is NaN.
+    bits = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16)
+    wide = lax.bitcast_convert_type((bits & 0x7F) << 7 | (bits & -0x80) << 8, jnp.float16) * jnp.float16(256)
+    return jnp.where((bits & 0x7F) == 0x7F, jnp.nan, wide.astype(jnp.float32))
+
+
+def _read_scale(scales, at, within):
+    block, offset, kv_head = at
+    return pltriton.load(scales.at[_index(block.shape, block, offset, kv_head)], mask=within, other=0)
+
+
+def _dot(a, b):
+    # HIGHEST: float32 stays float32, not TF32. It means nothing for narrower types.
+    return jnp.dot(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)

@@ -1,0 +1,83 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from paged_jax.kernels import ragged_paged_attention
+from paged_jax.kernels.paged_attention import dispatch
+from paged_jax.kernels.paged_attention.dispatch import Problem
+
+COMMON = Problem("bfloat16", "bfloat16", head_dim=128, block_size=16, group=4, pool_size=10**9, scaled=False)
+
+
+@pytest.mark.parametrize(
+    "platform, device_kind, change, want",
+    [
+        ("cpu", None, {}, "xla"),
+        ("rocm", "MI300", {}, "xla"),
+        ("cuda", "NVIDIA H200", {}, "mosaic_gpu"),
+        ("cuda", "NVIDIA H100 80GB HBM3", {}, "mosaic_gpu"),
+        ("cuda", "NVIDIA A100-SXM4-80GB", {}, "triton"),
+        ("cuda", "NVIDIA B200", {}, "triton"),
+        ("cuda", None, {}, "xla"),
+        ("cuda", "NVIDIA H200", dict(head_dim=80), "triton"),
+        ("cuda", "NVIDIA H200", dict(block_size=24), "triton"),
+        ("cuda", "NVIDIA H200", dict(q_dtype="float32", kv_dtype="float32"), "triton"),
+        ("cuda", "NVIDIA H200", dict(kv_dtype="float8_e4m3fn"), "triton"),
+        ("cuda", "NVIDIA H200", dict(scaled=True), "triton"),
+        ("cuda", "NVIDIA H200", dict(head_dim=512), "xla"),
+        ("cuda", "NVIDIA H200", dict(q_dtype="float64", kv_dtype="float64"), "xla"),
+        ("cuda", "NVIDIA H200", dict(kv_dtype="int8", pool_size=2**31), "triton"),
+        ("cuda", "NVIDIA H200", dict(kv_dtype="int8", pool_size=2**31 + 1), "xla"),
+        ("cuda", "NVIDIA H200", dict(kv_dtype="int8", pool_size=2**32 + 1), "triton"),
+    ],
+)
+def test_what_is_picked(platform, device_kind, change, want):
+    assert dispatch.pick(platform, COMMON._replace(**change), device_kind) == want
+
+
+def _arguments(q_dtype=jnp.float32, head_dim=64, block_size=8):
+    q = jnp.zeros((2, 4, head_dim), q_dtype)
+    pages = jnp.zeros((5, block_size, 2, head_dim), q_dtype)
+    return q, pages, pages, jnp.array([3, 5]), jnp.zeros((2, 4), jnp.int32), jnp.array([0, 1, 2]), 2
+
+
+@pytest.mark.parametrize(
+    "implementation, change, reason",
+    [
+        ("triton", dict(head_dim=512), "head_dim 512 is not covered, only 1 to 256"),
+        ("triton", dict(q_dtype=jnp.float8_e5m2), "q of dtype float8_e5m2 is not covered, only float32, bfloat16"),
+        ("mosaic_gpu", {}, "q of dtype float32 is not covered, only bfloat16, float16"),
+        ("mosaic_gpu", dict(q_dtype=jnp.bfloat16, head_dim=80), "head_dim 80 is not covered, only 64, 128"),
+        ("mosaic_gpu", dict(q_dtype=jnp.bfloat16, block_size=12), "block_size 12 is not covered, only 8, 16, 32, 64"),
+    ],
+)
+def test_a_named_implementation_that_does_not_cover_the_arguments_says_why(implementation, change, reason):
+    with pytest.raises(NotImplementedError, match=f"implementation='{implementation}' cannot run this: {reason}"):
+        ragged_paged_attention(*_arguments(**change), implementation=implementation, interpret=True)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_a_kernel_for_cuda_does_not_run_on_a_cpu(implementation, transform):
+    call = transform(lambda *arrays: ragged_paged_attention(*arrays, implementation=implementation))
+    with pytest.raises(NotImplementedError, match=f"'{implementation}' cannot run on the platform this is lowered for"):
+        call(*_arguments(jnp.bfloat16))
+
+
+def test_on_a_cpu_none_is_xla():
+    text = [
+        jax.jit(lambda *arrays: ragged_paged_attention(*arrays, implementation=name)).lower(*_arguments()).as_text()  # noqa: B023
+        for name in (None, "xla")
+    ]
+    assert text[0].count("stablehlo.while") == text[1].count("stablehlo.while") > 0
+    assert "triton" not in text[0]
+
+
+@pytest.mark.parametrize("kind, want", [("NVIDIA H200", "mosaic_gpu"), ("NVIDIA A100-SXM4-80GB", "triton")])
+def test_lowered_for_a_gpu_none_is_its_kernel(kind, want):
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Explicit,), abstract_device=device)
+    specs = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in _arguments(jnp.bfloat16)]
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(ragged_paged_attention).trace(*specs).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("triton" in text, "mosaic_gpu" in text) == (want == "triton", want == "mosaic_gpu")

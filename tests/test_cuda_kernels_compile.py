@@ -1,0 +1,184 @@
+"""The attention kernels, and the writes they read, compiled to machine code without a GPU: no spills, shared memory, no copy.
+
+For an H200 every combination of head_dim, page size, query heads to a KV head and dtype that the two kernels are for; for an A100
+and a B200, where the same Triton kernel is compiled by other code for other limits, every pair of head_dim and dtype, the rest in
+turn. Decode tiles and wide ones, and the options, alternate.
+"""
+
+import itertools
+import re
+import time
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from compiled import cuda
+from compiled.checks import attention_kernels, whole_array_ops
+from compiled.program import read
+from paged_jax.kernels import ragged_paged_attention, write_kv
+
+LACKING = cuda.missing_wheels()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(LACKING), reason=LACKING)]
+
+NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+PAGES = (8, 16, 32, 64)
+GROUPS = (1, 4, 8)
+DTYPES = ("bfloat16", "float16", "float32", "narrow")
+NARROW = [  # dtype of q, dtype of the pages, scales
+    ("bfloat16", "float8_e4m3fn", "token"),
+    ("float16", "int8", "tensor"),
+    ("bfloat16", "float8_e5m2", "tensor"),
+    ("float32", "int8", "token"),
+]
+OPTIONS = [dict(), dict(window=100), dict(soft_cap=30.0, return_lse=True)]
+SEQS, WIDTH, BLOCKS, KV_HEADS = 8, 64, 1009, 2
+
+spec = jax.ShapeDtypeStruct
+ints = partial(spec, dtype=jnp.int32)
+INDEX = ints((SEQS,)), ints((SEQS, WIDTH)), ints((SEQS + 1,)), ints(())
+
+
+def _arguments(number: int, head_dim: int, page: int, group: int, dtype: str, num_tokens: int | None = None):
+    """(q, pages, pages, scales, scales) and options of the combination that stands at `number` of a list."""
+    q_dtype, kv_dtype, scaled = NARROW[number % 4] if dtype == "narrow" else (dtype, dtype, None)
+    num_tokens = num_tokens or (SEQS, 64)[(number + number // 4) % 2]
+    q = spec((num_tokens, KV_HEADS * group, head_dim), q_dtype)
+    pages = spec((BLOCKS, page, KV_HEADS, head_dim), kv_dtype)
+    scale = {None: None, "token": spec(pages.shape[:3], jnp.float32), "tensor": spec((), jnp.float32)}[scaled]
+    return (q, pages, pages, scale, scale), OPTIONS[number % 3] | dict(sinks=number % 5 == 0)
+
+
+def _attend(arrays, index, *, sinks, **options):
+    q, k_pages, v_pages, k_scale, v_scale = arrays
+    sinks = jnp.arange(q.shape[1], dtype=jnp.float32) if sinks else None
+    return ragged_paged_attention(q, k_pages, v_pages, *index, k_scale=k_scale, v_scale=v_scale, sinks=sinks, **options)
+
+
+def _compile(device: str, implementation: str, combinations, options):
+    """One program with a kernel for each combination; where it does not compile, which of them do not."""
+    made = [_arguments(number, *c) for number, c in enumerate(combinations)]
+
+    def program(arrays, index, options):
+        return [_attend(a, index, implementation=implementation, **o) for a, o in zip(arrays, options, strict=True)]
+
+    def compile_these(made):
+        arrays, chosen = zip(*made, strict=True)
+        return cuda.compile_for(device, partial(program, options=chosen), arrays, INDEX, options=options)
+
+    try:
+        return compile_these(made)
+    except Exception:
+        for combination, one in zip(combinations, made, strict=True):
+            try:
+                compile_these([one])
+            except Exception as error:
+                pytest.fail(f"{implementation} for {device}, {combination}, {one}: {type(error).__name__}: {error}")
+        raise
+
+
+def _check(device, implementation, combinations, record_property, options=NO_SPILLS):
+    start = time.monotonic()
+    kernels = attention_kernels(
+        list(read(_compile(device, implementation, combinations, options).as_text()).computations.values())
+    )
+    assert len(kernels) == len(combinations)
+    text = f"{device}, {implementation}: {len(kernels)} kernels in {time.monotonic() - start:.0f} s, no spills"
+    record_property("measured", f"{text} ({combinations[0]} to {combinations[-1]})")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_combination_of_triton_compiles_for_an_h200(head_dim, dtype, record_property):
+    combinations = [(head_dim, page, group, dtype) for page, group in itertools.product(PAGES, GROUPS)]
+    _check("h200", "triton", combinations, record_property)
+
+
+@pytest.mark.parametrize("device", ["a100", "b200"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_compiles_for_other_devices(device, dtype, record_property):
+    shift = DTYPES.index(dtype)
+    combinations = [
+        (head_dim, PAGES[(i + shift) % 4], GROUPS[(i + shift) % 3], dtype) for i, head_dim in enumerate(HEAD_DIMS)
+    ]
+    _check(device, "triton", combinations, record_property)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_combination_of_mosaic_compiles_for_an_h200(head_dim, dtype, record_property, monkeypatch, capfd):
+    # Mosaic calls ptxas itself, so XLA's option does not reach it, but it prints what ptxas says. It raises where a kernel takes
+    # more shared memory than there is. (What XLA makes of twelve kernels' small operations together may spill.)
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    combinations = [(head_dim, page, group, dtype) for page, group in itertools.product(PAGES, GROUPS)]
+    _check("h200", "mosaic_gpu", combinations, record_property, options=None)
+    said = "".join(capfd.readouterr())
+    spills, registers = (
+        [int(n) for n in re.findall(pattern, said)]
+        for pattern in (r"(\d+) bytes spill stores", r"Used (\d+) registers")
+    )
+    assert len(spills) == len(combinations) and not any(spills)
+    record_property("measured", f"... up to {max(registers)} registers")
+
+
+@pytest.mark.parametrize(
+    "implementation, dtype", [("triton", "bfloat16"), ("triton", "int8"), ("mosaic_gpu", "bfloat16")]
+)
+def test_a_pool_of_more_than_2_32_bytes_compiles(implementation, dtype):
+    blocks = 2**32 // (16 * 2 * 64) + 1
+    q, pages = spec((SEQS, 8, 64), jnp.bfloat16), spec((blocks, 16, 2, 64), dtype)
+    call = partial(_attend, implementation=implementation, sinks=False)
+    cuda.compile_for("h200", call, (q, pages, pages, None, None), INDEX, options=NO_SPILLS)
+
+
+LAYERS = 2
+
+
+@pytest.mark.parametrize("head_dim, kernel", [(128, "mosaic_gpu"), (80, "triton")])
+@pytest.mark.parametrize("num_tokens", [SEQS, 64])
+def test_layers_write_in_place_and_attend_without_a_copy_of_a_page(head_dim, kernel, num_tokens):
+    """XLA's scatter is in place on CUDA with the pages donated, also inside a loop: no kernel for writing is needed."""
+    (q, pages, *_), _ = _arguments(0, head_dim, 16, 4, "bfloat16", num_tokens)
+    new = spec((num_tokens, KV_HEADS, head_dim), jnp.bfloat16)
+
+    def steps(pages, q, new, slots, index, count):
+        def step(_, carry):
+            pages, q = carry
+            written = []
+            for k_pages, v_pages in pages:
+                k_pages, v_pages = write_kv(k_pages, v_pages, new, new, slots)
+                q = ragged_paged_attention(q, k_pages, v_pages, *index)
+                written.append((k_pages, v_pages))
+            return tuple(written), q
+
+        return jax.lax.fori_loop(0, count, step, (pages, q))
+
+    arguments = ((pages, pages),) * LAYERS, q, new, ints((num_tokens,)), INDEX, ints(())
+    compiled = cuda.compile_for("h200", steps, *arguments, donate_argnums=0)
+    text = compiled.as_text()
+    program = read(text)
+    assert len(attention_kernels(list(program.computations.values()))) == LAYERS
+    assert kernel in text
+    assert [line for _, line in whole_array_ops(program, program.in_loops(), lambda s: BLOCKS in s.dims)] == []
+    assert [line for _, line in whole_array_ops(program, [program.entry], lambda s: BLOCKS in s.dims)] == []
+    page_bytes = pages.size * 2
+    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * LAYERS * page_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes < page_bytes
+
+
+@pytest.mark.parametrize("head_dim", [128, 80])
+def test_it_compiles_inside_shard_map_over_kv_heads(head_dim):
+    (q, pages, *_), _ = _arguments(0, head_dim, 16, 4, "bfloat16")
+    heads, pages_cut, index_cut = P(None, "x"), P(None, None, "x"), (P(),) * len(INDEX)
+    compiled = cuda.compile_sharded(
+        *("h200", KV_HEADS, lambda q, k, v, index: ragged_paged_attention(q, k, v, *index)),
+        *((heads, pages_cut, pages_cut, index_cut), heads, q, pages, pages, INDEX),
+    )
+    program = read(compiled.as_text())
+    instructions = [i for c in program.computations.values() for i in c.instructions]
+    assert len(attention_kernels(list(program.computations.values()))) == 1
+    assert not [i.opcode for i in instructions if i.opcode.startswith(("all-", "collective", "reduce-scatter"))]

@@ -93,7 +93,7 @@ def generate(
         raise ConfigError(
             f"graphdef={type(graphdef).__name__} module: `graphdef, params = nnx.split(model)` first, and pass both"
         )
-    prompts, prompt_lens = jnp.asarray(prompts), jnp.asarray(prompt_lens)
+    prompts, prompt_lens = _as_ids(prompts), _as_ids(prompt_lens)
     if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer) or 0 in prompts.shape:
         raise ConfigError(f"prompts: shape {prompts.shape} of {prompts.dtype}; int token ids [B, P] are needed")
     batch = prompts.shape[0]
@@ -143,6 +143,15 @@ def generate(
     )
 
 
+def _as_ids(values) -> Array:
+    """An array; what does not fit 32 bits becomes the greatest or least id there is, of no vocabulary, instead of wrapping."""
+    if not isinstance(values, jax.Array):
+        values = np.asarray(values)
+        if values.dtype in (np.int64, np.uint64, np.uint32):
+            values = np.clip(values, -(2**31) if values.dtype == np.int64 else 0, 2**31 - 1).astype(np.int32)
+    return jnp.asarray(values)
+
+
 def _limits(max_new_tokens, batch: int) -> np.ndarray:
     if isinstance(max_new_tokens, Tracer):
         raise ConfigError("max_new_tokens: is traced; its greatest is a shape, so pass an int, a list or a numpy array")
@@ -173,7 +182,11 @@ def _block_size(cache: PagedCache) -> int:
     return cache.kv.k_pages[0].shape[1]
 
 
-def _check_sizes(config: EngineConfig, sizes: CacheConfig, vocab_size: int, stops: tuple[int, ...], cache) -> None:
+def _check_sizes(config: EngineConfig, sizes: CacheConfig, model, stops: tuple[int, ...], cache) -> None:
+    if config.max_model_len > model.max_model_len:
+        raise ConfigError(
+            f"max_new_tokens: with prompts {config.max_model_len} tokens; the model was made for {model.max_model_len} at most"
+        )
     need = blocks_at_most(sizes, config.max_model_len, config.max_num_batched_tokens)
     if need > config.num_blocks - 1:
         raise ConfigError(
@@ -181,8 +194,8 @@ def _check_sizes(config: EngineConfig, sizes: CacheConfig, vocab_size: int, stop
             f"needs up to {need} blocks of {config.block_size} besides the null block"
         )
     for token in stops:
-        if token >= vocab_size:
-            raise InvalidRequestError(f"eos_ids, stop_ids: {token} is outside the vocabulary of {vocab_size}")
+        if token >= model.vocab_size:
+            raise InvalidRequestError(f"eos_ids, stop_ids: {token} is outside the vocabulary of {model.vocab_size}")
     shape = (sizes.num_blocks, sizes.block_size, sizes.num_kv_heads, sizes.head_dim)
     if cache is not None and (
         len(cache.kv.k_pages) != sizes.num_layers
@@ -240,7 +253,7 @@ def _run(
         most = config.max_num_seqs * config.max_blocks_per_row * len(model.kv_groups)
         config = replace(config, num_blocks=1 + most)
     sizes = step.cache_config(config, model)
-    _check_sizes(config, sizes, model.vocab_size, stops, cache)
+    _check_sizes(config, sizes, model, stops, cache)
     if cache is None:
         state = step.init_state(config, sizes)
     else:

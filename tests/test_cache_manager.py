@@ -332,3 +332,60 @@ def test_counts_that_would_overflow_and_traced_rows_outside_the_table_change_not
     ):
         assert not ok
         assert all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True))
+
+
+# ---------------------------------------------------------------- copy on write
+
+
+def with_pages(config):
+    """An empty cache whose pages name their block, slot, layer and kind in every number."""
+    cache = init_cache(config)
+    number = iter(range(10**6))
+    kv = jax.tree.map(lambda p: next(number) * 1e5 + jnp.arange(p.size, dtype=p.dtype).reshape(p.shape), cache.kv)
+    return cache.replace(kv=kv)
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 8)])
+@pytest.mark.parametrize(
+    ("children", "writers", "copied"), [(1, [0], 1), (1, [0, 1], 1), (2, [1, 0], 2), (2, [2, 0, 1], 2)]
+)
+def test_who_writes_into_a_shared_block_copies_it_first(windows, children, writers, copied):
+    """Of k writers of a block with r references all copy if r > k, all but the last if r = k; every layer and group."""
+    config = CacheConfig(40, 4, 6, block_size=4, windows=windows, num_layers=2, num_kv_heads=1, head_dim=2)
+    groups = len(windows)
+    cache = give(config, with_pages(config), 0, 10)  # two full blocks and a half
+    cache, ok = fork(config, cache, 0, list(range(1, children + 1)))
+    before = jax.device_get(cache)
+    after, ok = allocate_slots(config, cache, writers, 1)
+    assert ok and check_integrity(after) == []
+    assert int(before.pool.num_free - after.pool.num_free) == copied * groups
+    for row in range(children + 1):
+        keeps = row not in writers or (len(writers) == children + 1 and row == writers[-1])
+        for g in range(groups):
+            old, new = before.tables.blocks[g, row], np.asarray(after.tables.blocks[g, row])
+            assert old[:2].tolist() == new[:2].tolist() and (old[2] == new[2]) == keeps
+            for was, now in zip(jax.tree.leaves(before.kv), jax.tree.leaves(after.kv), strict=True):
+                np.testing.assert_array_equal(now[new[2]], was[old[2]])
+    named = np.asarray(after.tables.blocks)
+    untouched = [block for block in range(40) if block not in named or block in before.tables.blocks]
+    for was, now in zip(jax.tree.leaves(before.kv), jax.tree.leaves(after.kv), strict=True):
+        np.testing.assert_array_equal(np.asarray(now)[untouched], was[untouched])
+
+
+def test_copies_count_among_the_blocks_that_must_fit():
+    config = CacheConfig(5, 3, 4, block_size=4)
+    cache = give(config, init_cache(config), 0, 13)
+    cache, _ = fork(config, cache, 0, 1)
+    after, ok = allocate_slots(config, cache, 0, 1)
+    assert not ok and equal(after, cache)
+    cache, _ = free(config, cache, 1)
+    _, ok = allocate_slots(config, cache, 0, 1)
+    assert ok, "nobody else holds it any more"
+
+
+def test_a_block_that_is_full_is_never_copied():
+    config = CacheConfig(20, 3, 4, block_size=4)
+    cache = give(config, init_cache(config), 0, 8)
+    cache, _ = fork(config, cache, 0, 1)
+    cache, _ = allocate_slots(config, cache, [0, 1], 1)
+    assert table(cache, 0) == [1, 2, 3] and table(cache, 1) == [1, 2, 4]

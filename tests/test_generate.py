@@ -63,14 +63,15 @@ def test_a_pool_too_small_for_all_gives_the_same_tokens():
 
 def test_bad_rows_end_alone():
     prompts, lens = pad(random_prompts(2, [3, 4, 5, 6, 7]), width=8)
-    lens[1], lens[2] = 0, 9
+    lens[0], lens[2] = 0, 9
+    prompts = prompts.astype(np.int64)
     prompts[3, 2] = 97
+    prompts[1, 0], lens[1] = 2**32 + 5, 4  # would be 5 in 32 bits
     prompts[4, 7] = 97  # behind the prompt's end: padding may be anything
     out = generate(*nnx.split(TOY), prompts, lens, KEY, max_new_tokens=4, temperature=0.0, block_size=4)
-    assert out.finish_reason[:, 0].tolist() == [LENGTH, INVALID, INVALID, INVALID, LENGTH]
-    assert out.lengths[:, 0].tolist() == [4, 0, 0, 0, 4]
-    for i in (0, 4):
-        assert out.tokens[i, 0].tolist() == TOY.continuation(prompts[i, : lens[i]].tolist(), 4)
+    assert out.finish_reason[:, 0].tolist() == [INVALID, INVALID, INVALID, INVALID, LENGTH]
+    assert out.lengths[:, 0].tolist() == [0, 0, 0, 0, 4]
+    assert out.tokens[4, 0].tolist() == TOY.continuation(prompts[4, : lens[4]].tolist(), 4)
 
 
 def test_stop_ids_end_a_sample_and_stay_in_it():
@@ -212,6 +213,7 @@ def test_misuse_is_answered_by_name():
     call(InvalidRequestError, r"min_p: shape \(3,\)", min_p=[0.1] * 3)
     call(InvalidRequestError, "97 is outside the vocabulary of 97", stop_ids=(97,))
     call(InvalidRequestError, "num_samples=0", num_samples=0)
+    call(ConfigError, "max_new_tokens: with prompts 65 tokens; the model was made for 64", max_new_tokens=61)
     bad = init_cache(CacheConfig(num_blocks=9, max_rows=1, max_blocks_per_row=1, num_layers=2, num_kv_heads=3))
     call(ConfigError, "cache: 2 pages of .* the model needs 1 of", cache=bad)
     call(ConfigError, "cache: has no pages", cache=init_cache(CacheConfig(9, 1, 1)))

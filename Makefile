@@ -11,7 +11,7 @@ CORE_TESTS := tests/test_compiled.py tests/test_compiled_checks.py tests/test_st
 	tests/test_parallel_sampling.py tests/test_prefix_caching.py
 
 # Two processes, each with files of its own: nearly all of the time is compiling.
-TWO := -n 2 --dist loadfile
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo test test-fast test-oldest test-cuda-compile lint format bench clean
 

@@ -57,7 +57,9 @@ def may_admit(
     """
     row = seqs.waiting[seqs.waiting_head]
     parent, place = _parent(seqs, row)
-    soon = seqs.num_computed[parent] + jnp.sum(jnp.where(seqs.running == parent, take, 0))
+    soon = seqs.num_computed[parent]
+    if all(window is None for window in config.windows):  # a window's group gets the blocks of this step's chunk later
+        soon += jnp.sum(jnp.where(seqs.running == parent, take, 0))
     ready = (place == seqs.num_rows) | (soon >= seqs.num_prompt_tokens[row])
     whole, width, follows = _unit(config, seqs, row, most)
     fits = (whole <= free) | (row != seqs.refused_row) | (free > seqs.refused_free)
@@ -162,6 +164,9 @@ def _find_start(config: CacheConfig, cache: PagedCache, seqs: Sequences, row: Ar
     fork = Start(blocks, jnp.where(is_fork, count, 0), jnp.where(is_fork, total, 0), root, prefix_hash)
     if cache.directory is None:
         return fork, is_fork
+    # Where the parent may not register, because older params computed some of it, nor may who shares it.
+    is_stopped = is_fork & (cache.directory.last_id[parent] == prefix_directory.NO_ID)
+    fork = fork._replace(last_id=jnp.where(is_stopped, prefix_directory.NO_ID, root))
 
     prefix = prefix_directory.find_prefix(
         cache.directory, config.windows, seqs.tokens[row], total // config.block_size, root, columns

@@ -37,7 +37,7 @@ class Batch(struct.PyTreeNode):
 def build_batch(config: CacheConfig, tables: BlockTables, seqs: Sequences, take: Int[Array, "S"], width: int) -> Batch:
     """The tokens that `take` names of each running place, `width` at most.
 
-    A narrow batch holds `width` sequences at most: each running place has at least one token in it.
+    A narrow batch holds the first `width` running places: no other has a token in it.
     """
     rows, active = (x[:width] for x in running_rows(seqs))
     take = take[:width]

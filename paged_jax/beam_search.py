@@ -96,7 +96,9 @@ def _advance_group(cache: PagedCache, seqs: Sequences, leader: Array) -> tuple[P
     is_last = length >= limit
 
     def score(total, tokens):
-        return total / jnp.maximum(tokens, 1).astype(jnp.float32) ** beams.length_penalty[leader]
+        # Finite for what is one: a great penalty must not make an output look like none.
+        value = total / jnp.maximum(tokens, 1).astype(jnp.float32) ** beams.length_penalty[leader]
+        return jnp.where(total == NO_SCORE, NO_SCORE, jnp.maximum(value, jnp.finfo(jnp.float32).min))
 
     # Candidates for the finished outputs: those kept so far, what stops now, and at the end the live beams.
     stops = base[:, None] + beams.stop_logprobs[at]

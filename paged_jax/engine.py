@@ -119,8 +119,10 @@ class Engine:
         self._empty = list(range(config.rows))
         self._live: dict[str, Request] = {}
         self._count = 0
-        self._version = 0  # of the params
-        self._roots: dict[tuple[str | None, int], int] = {}  # salt and version, exactly, by the content they begin
+        # Salts, exactly, and the content they begin under these params. A number is used once; where they start is drawn, so
+        # that what another engine has cached, in a state that was saved, is not taken for this one's.
+        self._roots: dict[str | None, int] = {}
+        self._next_root = -int(np.random.default_rng().integers(1, 2**30))
 
     def _make_run(self):
         return jax.jit(partial(_run, self._graphdef, self.config, self.sizes), donate_argnums=1)
@@ -217,7 +219,7 @@ class Engine:
         Running requests go on with what they have computed. Raises ConfigError, and changes nothing, for other shapes or dtypes.
         """
         _check_like(params, self.params)
-        self.params, self._version = params, self._version + 1
+        self.params, self._roots = params, {}
         roots = np.full(self.config.rows, -1, np.int32)
         for row, output in self._rows.items():
             roots[row] = self._root(output.request)
@@ -234,11 +236,15 @@ class Engine:
         return True
 
     def _root(self, request: Request) -> int:
-        key = (request.cache_salt, self._version)
-        return self._roots.setdefault(key, -1 - len(self._roots))
+        if request.cache_salt not in self._roots:
+            self._roots[request.cache_salt] = self._next_root
+            self._next_root -= 1
+        return self._roots[request.cache_salt]
 
     def num_outputs(self, request_id: str) -> int:
-        """Outputs of an unfinished request: so many updates with a finish reason it is owed."""
+        """Outputs of an unfinished request, each of which is owed an end. Raises InvalidRequestError for other ids."""
+        if request_id not in self._live:
+            raise InvalidRequestError(f"request_id={request_id!r}: is no unfinished request's")
         return self._live[request_id].num_outputs
 
     def has_unfinished(self) -> bool:
@@ -250,7 +256,7 @@ class Engine:
         return self.run(1)
 
     def run(self, max_steps: int) -> list[Update]:
-        """Up to `max_steps` decoding steps. Returns the news of each request that has some, one update each.
+        """Up to `max_steps` decoding steps. Returns the news of each request that has some, one update for each output.
 
         Raises NoProgressError when requests wait, none runs and none can be admitted.
         """
@@ -286,7 +292,8 @@ class Engine:
     def collect(self, dispatch: Dispatch) -> list[Update]:
         """Wait for a dispatch and return its news. Dispatches must be collected in the order in which they were made."""
         report: Report = jax.device_get(dispatch.report)
-        self.counters = report.counters
+        if self.counters is None or report.counters.steps >= self.counters.steps:
+            self.counters = report.counters
         updates, self._held = self._held, []
         for row, output in dispatch.outputs.items():
             if self._rows.get(row) is output:
@@ -360,7 +367,7 @@ def _check_like(params, old) -> None:
         name = jax.tree_util.keystr(path)
         if path not in new or path not in was:
             raise ConfigError(f"params{name}: {'is missing' if path in was else 'is not of this model'}")
-        shapes = [f"{x.dtype}{list(x.shape)}" for x in (new[path], was[path])]
+        shapes = [f"{jnp.result_type(x)}{list(np.shape(x))}" for x in (new[path], was[path])]
         if shapes[0] != shapes[1]:
             raise ConfigError(f"params{name}: {shapes[0]}; the model has {shapes[1]}")
 

@@ -126,14 +126,18 @@ def _check_directory(directory: Any, tables: BlockTables, seqs: Any) -> list[str
         faults.append("directory: a content id is yet to be given")
     if seqs is None:
         return faults
+    keys = dict(named)
     for row in seqs.running[: seqs.num_running].tolist():
         full = min(int(directory.num_registered[row]), seqs.num_computed[row] // size)
         for group, column in np.ndindex(tables.num_blocks.shape[0], full):
             block = tables.blocks[group, row, column]
-            if block in dict(named) and np.any(
-                directory.tokens[block] != seqs.tokens[row, column * size : (column + 1) * size]
-            ):
+            if block not in keys:
+                continue
+            if np.any(directory.tokens[block] != seqs.tokens[row, column * size : (column + 1) * size]):
                 faults.append(f"block {block}: registered for other tokens than row {row} has in column {column}")
+            before, parent = tables.blocks[group, row, column - 1], directory.parent_id[block]
+            if (parent >= 0) if column == 0 else (before in keys and parent != directory.content_id[before]):
+                faults.append(f"block {block}: registered behind content {parent}, which is not what row {row} has")
     return faults
 
 

@@ -99,7 +99,12 @@ class LLM:
             raise InvalidRequestError(
                 f"sampling_params={sampling_params!r:.80}: SamplingParams, BeamSearchParams, or a list of them, are needed"
             )
-        salts = [cache_salt] * len(listed) if cache_salt is None or isinstance(cache_salt, str) else list(cache_salt)
+        if cache_salt is None or isinstance(cache_salt, str):
+            salts: list[Any] = [cache_salt] * len(listed)
+        elif isinstance(cache_salt, Sequence):
+            salts = list(cache_salt)
+        else:
+            raise InvalidRequestError(f"cache_salt={cache_salt!r:.80}: a str, or a list of them, is needed")
         for name, values in (("sampling_params", params), ("cache_salt", salts)):
             if len(values) != len(listed):
                 raise InvalidRequestError(f"{name}: {len(values)} for {len(listed)} prompts; one, or one a prompt")
@@ -141,11 +146,13 @@ class LLM:
             raise InvalidRequestError(f"messages: {error}") from error
         return _Text(text)  # the template writes the special tokens itself
 
-    def stream(self, prompt: Prompt, sampling_params: Params | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt, sampling_params: Params | None = None, *, cache_salt: str | None = None
+    ) -> Iterator[Delta]:
         """The outputs of one prompt as they grow, those of a beam search at its end. Closing the iterator aborts the request."""
         _, tokens = self._encode(prompt)
-        self.engine.check_request(tokens, sampling_params)
-        return self._stream(tokens, sampling_params)
+        self.engine.check_request(tokens, sampling_params, cache_salt=cache_salt)
+        return self._stream(tokens, sampling_params, cache_salt)
 
     def stats(self) -> dict[str, float]:
         """What the engine did so far, as of the last dispatch that was read.
@@ -232,8 +239,8 @@ class LLM:
             if open_ids:
                 self.engine.hold([u for u in self.engine.run(1) if u.request_id not in requests])
 
-    def _stream(self, tokens: list[int], params: Params | None) -> Iterator[Delta]:
-        request_id = self.engine.add_request(tokens, params)
+    def _stream(self, tokens: list[int], params: Params | None, cache_salt: str | None) -> Iterator[Delta]:
+        request_id = self.engine.add_request(tokens, params, cache_salt=cache_salt)
         texts = [_Output(self.tokenizer) for _ in range(self.engine.num_outputs(request_id))]
         for update in self._updates({request_id: None}, steps=1):
             text = texts[update.index].take(update)

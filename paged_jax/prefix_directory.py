@@ -251,7 +251,8 @@ def _register_some(directory: PrefixDirectory, group: int, tables: BlockTables, 
 def _candidates(directory: PrefixDirectory, keys: UInt[Array, "n"], tokens: Int[Array, "n B"]):
     """The blocks in each key's set, and which of them hold those tokens under that hash: [n, WAYS] both."""
     ways = directory.table[(keys & (directory.table.shape[0] - 1)).astype(jnp.int32)]
-    live = (ways != 0) & (directory.content_id[ways] != NO_ID) & (directory.hash[ways] == keys[:, None])
+    live = (directory.content_id[ways] != NO_ID) & (directory.parent_id[ways] != NO_ID)  # of the null block neither is
+    live &= directory.hash[ways] == keys[:, None]
     return ways, live & jnp.all(directory.tokens[ways] == tokens[:, None], axis=2)
 
 

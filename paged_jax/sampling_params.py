@@ -23,9 +23,13 @@ def check_float(name: str, value: object, accepted: str, accepts) -> float:
     """`value` as a float for which `accepts` holds; `accepted` says which those are. Raises InvalidRequestError."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidRequestError(f"{name}={value!r}: a number is needed, got {type(value).__name__}")
-    if not math.isfinite(value) or not accepts(value):
-        raise InvalidRequestError(f"{name}={value}: must be {accepted}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or not accepts(number):
+        raise InvalidRequestError(f"{name}={value!r:.40}: must be {accepted}")
+    return number
 
 
 @dataclass(frozen=True)

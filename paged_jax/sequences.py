@@ -144,6 +144,7 @@ def add(seqs: Sequences, new: NewSequences) -> Sequences:
         beams=beams,
         waiting=seqs.waiting.at[jnp.where(valid, place, seqs.num_rows)].set(rows, mode="drop"),
         num_waiting=seqs.num_waiting + jnp.sum(valid, dtype=jnp.int32),
+        refused_row=jnp.full_like(seqs.refused_row, seqs.num_rows),
     )
 
 
@@ -187,6 +188,7 @@ def abort(seqs: Sequences, rows: Int[Array, "k"]) -> Sequences:
         waiting=seqs.waiting.at[place].set(order, mode="drop"),
         waiting_head=jnp.zeros_like(seqs.waiting_head),
         num_waiting=jnp.sum(stays, dtype=jnp.int32),
+        refused_row=jnp.full_like(seqs.refused_row, seqs.num_rows),
     )
 
 

@@ -33,7 +33,7 @@ class Counters(struct.PyTreeNode):
     steps = property(lambda self: self.totals[0])
     preemptions = property(lambda self: self.totals[1])
     computed_tokens = property(lambda self: self.totals[2])
-    generated_tokens = property(lambda self: self.totals[3])
+    generated_tokens = property(lambda self: self.totals[3], doc="Sampled tokens; those of beams are not among them.")
     queried_tokens = property(lambda self: self.totals[4], doc="Prompt tokens of sequences that started.")
     hit_tokens = property(lambda self: self.totals[5], doc="How many of them were found in the cache.")
     copied_blocks = property(
@@ -102,10 +102,13 @@ def step(
     news = jnp.stack([plan.num_preempted, plan.queried, plan.hits, plan.copies.count, plan.num_events])
     totals = state.counters.totals.at[jnp.asarray([1, 4, 5, 6, 7])].add(news)
     state = EngineState(plan.cache.replace(kv=kv), plan.seqs, state.counters.replace(totals=totals))
-    least = jnp.zeros_like(total)
+    least, reach = jnp.zeros_like(total), total
+    if state.seqs.beams is not None:  # a dormant beam has a place, but no token
+        places = jnp.arange(1, plan.take.shape[0] + 1, dtype=jnp.int32)
+        reach = jnp.maximum(total, jnp.max(jnp.where(plan.take > 0, places, 0)))
     assert config.widths is not None  # set when made
     for width in config.widths:
-        fits = (total > least) & (total <= width)
+        fits = (reach > least) & (reach <= width)
         with jax.named_scope(f"width_{width}"):
             state = once(fits, lambda s, width=width: _compute(model, sizes, s, plan.take, width), state)
         least = jnp.full_like(total, width)
@@ -131,7 +134,7 @@ def _compute(model, sizes: CacheConfig, state: EngineState, take: Int[Array, "S"
         tokens, logprobs = sampling.sample(logits, rows_sampling, seqs.num_tokens[batch.rows], sampled)
 
     with jax.named_scope("commit"):
-        counters = _count(sizes, state.counters, books, batch, jnp.sum(take))
+        counters = _count(sizes, state.counters, books, batch, jnp.sum(take), jnp.sum(sampled, dtype=jnp.int32))
         seqs = append(seqs, batch.rows, tokens, logprobs, sampled)
         books, seqs = _commit(sizes, books, seqs, batch, take[:width], width)
     kv = cache.kv.replace(k_pages=k_pages, v_pages=v_pages)
@@ -145,7 +148,7 @@ def _commit(sizes, books: PagedCache, seqs: Sequences, batch: Batch, take, width
     return release_below_window(sizes, books, rows, before, before + take, width), seqs
 
 
-def _count(sizes: CacheConfig, counters: Counters, books: PagedCache, batch: Batch, total) -> Counters:
+def _count(sizes: CacheConfig, counters: Counters, books: PagedCache, batch: Batch, total, sampled) -> Counters:
     in_use = books.pool.num_blocks - 1 - books.pool.num_free
     active = jnp.arange(batch.rows.shape[0]) < batch.num_seqs
     # What is shared is full, but for the last block of a fork in the step before it is copied.
@@ -153,9 +156,7 @@ def _count(sizes: CacheConfig, counters: Counters, books: PagedCache, batch: Bat
     empty = jnp.sum(jnp.where(active, slots - batch.kv_lens, 0))
     one = jnp.ones_like(in_use)
     return Counters(
-        totals=counters.totals.at[jnp.asarray([0, 2, 3])].add(
-            jnp.stack([one, total, jnp.sum(batch.samples, dtype=jnp.int32)])
-        ),
+        totals=counters.totals.at[jnp.asarray([0, 2, 3])].add(jnp.stack([one, total, sampled])),
         peaks=jnp.maximum(counters.peaks, jnp.stack([in_use, batch.num_seqs])),
         sums=counters.sums + jnp.stack([in_use.astype(jnp.float32), empty / sizes.block_size]),
     )

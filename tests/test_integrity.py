@@ -8,7 +8,7 @@ import pytest
 
 from paged_jax import allocate_slots, check_integrity, fork, init_cache, scheduler, sequences, step
 from paged_jax.config import CacheConfig, EngineConfig
-from paged_jax.requests import make_request, to_rows
+from paged_jax.requests import Output, make_request, to_rows
 from paged_jax.sampling_params import SamplingParams
 
 CONFIG = CacheConfig(num_blocks=12, max_rows=4, max_blocks_per_row=5, block_size=4, windows=(None, 6))
@@ -32,10 +32,10 @@ def engine():
         params = SamplingParams(temperature=0, max_tokens=5)
         vocabulary = {"vocab_size": 9, "eos_token_ids": ()}
         request = make_request("", [1] * length, params, config=ENGINE, sizes=SIZES, seed=0, **vocabulary)
-        state = state.replace(seqs=sequences.add(state.seqs, to_rows({row: request}, ENGINE)))
-    plan = jax.jit(partial(scheduler.schedule, SIZES, 8))(state.cache.pool, state.cache.tables, state.seqs)
+        state = state.replace(seqs=sequences.add(state.seqs, to_rows({row: Output(request, 0)}, ENGINE)))
+    plan = jax.jit(partial(scheduler.schedule, SIZES, 8))(state.cache, state.seqs, np.int32(8))
     seqs = plan.seqs.replace(num_computed=np.asarray([5, 0, 0, 3], np.int32))
-    state = state.replace(cache=state.cache.replace(pool=plan.pool, tables=plan.tables), seqs=seqs)
+    state = state.replace(cache=plan.cache.replace(kv=state.cache.kv), seqs=seqs)
     return jax.tree.map(np.array, state)
 
 

@@ -96,6 +96,18 @@ def test_a_window_that_has_passed_the_prompt_makes_a_late_child_start_by_itself(
     assert outputs(narrow, request) == outputs(wide, request)
 
 
+@pytest.mark.parametrize("length", [37, 38, 40])
+def test_a_window_and_a_prompt_in_chunks(length):
+    """Who shares a prompt whose last chunk is of this step must find the blocks of that chunk too, in every group."""
+    model = ToyDecoder(windows=(None, 5), max_model_len=64)
+    (prompt,) = random_prompts(length, [length])
+    request = (prompt, sampling(3, max_tokens=6))
+    whole = make_engine(120, model, max_num_batched_tokens=40, widths=(40,), enable_prefix_caching=False)
+    for caching in (False, True):
+        chunked = make_engine(120, model, max_num_batched_tokens=16, enable_prefix_caching=caching)
+        assert outputs(chunked, request) == outputs(whole, request)
+
+
 def test_aborting_a_request_ends_all_its_outputs(engine):
     (prompt,) = random_prompts(7, [6])
     request_id = engine.add_request(prompt, sampling(8, max_tokens=30))

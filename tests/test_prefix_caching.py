@@ -3,6 +3,7 @@
 The toy decoder's next token is a function of the whole context as it stands in the pages: a wrong block shows at once.
 """
 
+from dataclasses import replace
 from unittest import mock
 
 import jax
@@ -50,16 +51,17 @@ def add(engine, prompt, max_tokens=1, **options):
 
 
 def finish(engine, each_step=None):
-    """Tokens and cached tokens of each request."""
-    tokens, cached = {}, {}
+    """Tokens, and cached tokens, of each request."""
+    outputs, cached = {}, {}
     for _ in range(500):
         if not engine.has_unfinished():
-            return tokens, cached
+            # All of a request's outputs, one behind the other.
+            return {i: [t for k in sorted(of) for t in of[k]] for i, of in outputs.items()}, cached
         if each_step is not None:
             each_step(engine)
         for update in engine.step():
-            tokens.setdefault(update.request_id, []).extend(update.token_ids)
-            cached[update.request_id] = update.num_cached_tokens
+            outputs.setdefault(update.request_id, {}).setdefault(update.index, []).extend(update.token_ids)
+            cached.setdefault(update.request_id, update.num_cached_tokens)
         assert check_integrity(engine.state) == []
     raise AssertionError("it does not end")
 
@@ -204,6 +206,16 @@ def test_new_params_never_hit_what_the_old_computed(engine):
         engine.update_params({"more": jnp.zeros(3)})
 
 
+def test_samples_that_start_after_an_update_share_old_content_but_do_not_make_it_known(engine):
+    prompt = random_tokens(40, 64)
+    engine.add_request(prompt, SamplingParams(n=6, temperature=30.0, max_tokens=8))  # four run, two wait
+    engine.step()
+    engine.step()
+    engine.update_params(engine.params)
+    finish(engine)
+    assert hits(engine, prompt) == 0
+
+
 def test_a_preempted_request_finds_its_own_blocks_again(engine):
     """Two prompts of 80 tokens in ten blocks: the second gives way, and resumes with what was not taken from it."""
     prompts = random_tokens(20, 80), random_tokens(21, 80)
@@ -260,9 +272,14 @@ SMALL = EngineConfig(
 )
 
 
-def engine_with_bits(bits, windows=(None,)):
-    """An engine whose hashes have so few bits that nearly all collide."""
-    engine = Engine(*nnx.split(ToyDecoder(windows=windows, max_model_len=128)), SMALL)
+PLAIN = replace(
+    SMALL, num_blocks=80, max_num_seqs=6, max_num_batched_tokens=40, widths=(40,), enable_prefix_caching=False
+)
+
+
+def engine_with_bits(bits, windows=(None,), config=SMALL):
+    """An engine whose hashes have so many bits: with few nearly all collide."""
+    engine = Engine(*nnx.split(ToyDecoder(windows=windows, max_model_len=128)), config)
     with mock.patch.object(prefix_directory, "HASH_BITS", bits):
         engine.run(1)
         add(engine, [1, 2, 3])
@@ -276,6 +293,8 @@ def engines():
         "full": engine_with_bits(32),
         "window": engine_with_bits(32, windows=(None, 6)),
         "collisions": engine_with_bits(2),
+        "plain": engine_with_bits(32, config=PLAIN),
+        "plain, window": engine_with_bits(32, windows=(None, 6), config=PLAIN),
     }
 
 
@@ -302,13 +321,20 @@ def test_tokens_are_the_same_with_and_without_caching(engines, which, seed):
     """Workloads that share beginnings, run into the cache that earlier ones left, with eviction, preemption, forks and aborts."""
     engine, rng = engines[which], np.random.default_rng(seed)
     model = ToyDecoder(windows=(None, 6) if which == "window" else (None,), max_model_len=128)
-    wanted = {}
+    plain, wanted = engines["plain, window" if which == "window" else "plain"], {}
     for _ in range(rng.integers(2, 6)):
         family = random_prompts(int(rng.integers(3)), [24], vocab_size=3)[0]
         prompt = family[: rng.integers(1, 25)] + rng.integers(0, 2, rng.integers(0, 4)).tolist()
         salt = ("a", None)[rng.integers(2)]
         count = int(rng.integers(1, 12))
-        wanted[add(engine, prompt, count, cache_salt=salt)] = model.continuation(prompt, count)
+        if rng.random() < 0.3:  # several samples: each as an engine without caching gives it, by itself
+            params = SamplingParams(n=3, temperature=30.0, seed=count, max_tokens=count)
+            request_id = engine.add_request(prompt, params, cache_salt=salt)
+            alone = plain.add_request(prompt, params)
+            wanted[request_id] = finish(plain)[0][alone]
+            assert len(wanted[request_id]) == 3 * count
+        else:
+            wanted[add(engine, prompt, count, cache_salt=salt)] = model.continuation(prompt, count)
     if rng.random() < 0.3:
         engine.abort(min(wanted))
         del wanted[min(wanted)]

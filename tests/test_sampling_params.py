@@ -95,8 +95,8 @@ def test_numbers_become_plain_python():
         stop_token_ids=[np.int32(9), 4],
     )
     values = dataclasses.astuple(params)
-    assert values == (0.5, 3, 1.0, 0.1, 7, 4, 2, False, (9, 4))
-    assert [type(value) for value in values] == [float, int, float, float, int, int, int, bool, tuple]
+    assert values == (0.5, 3, 1.0, 0.1, 7, 4, 2, False, (9, 4), 1)
+    assert [type(value) for value in values] == [float, int, float, float, int, int, int, bool, tuple, int]
     assert all(type(token) is int for token in params.stop_token_ids)
 
 

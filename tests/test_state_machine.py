@@ -300,7 +300,7 @@ class AgainstPlainScheduler(RuleBasedStateMachine):
 
 TestAgainstPlainScheduler = AgainstPlainScheduler.TestCase
 TestAgainstPlainScheduler.settings = settings(
-    max_examples=100,
+    max_examples=60,
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -110,7 +110,9 @@ def make_request(
     else:
         own_stops, group = tuple(params.stop_token_ids), 1
         if params.n > config.rows:
-            raise InvalidRequestError(f"n={params.n}: at most num_rows={config.rows} outputs can be made at once")
+            raise InvalidRequestError(
+                f"n={params.n}: at most num_rows={config.rows} (twice max_num_seqs where not said) outputs can be made at once"
+            )
     tokens = check_prompt(prompt, vocab_size, config.max_model_len)
     max_len = config.max_model_len
     if params.max_tokens is not None:

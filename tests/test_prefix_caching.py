@@ -208,11 +208,15 @@ def test_new_params_never_hit_what_the_old_computed(engine):
 
 def test_samples_that_start_after_an_update_share_old_content_but_do_not_make_it_known(engine):
     prompt = random_tokens(40, 64)
-    engine.add_request(prompt, SamplingParams(n=6, temperature=30.0, max_tokens=8))  # four run, two wait
+    for seed in range(3):
+        add(engine, random_tokens(41 + seed, 5), 4)
+    engine.add_request(prompt, SamplingParams(n=2, temperature=30.0, max_tokens=12))
     engine.step()
-    engine.step()
+    assert int(engine.state.seqs.num_waiting) == 1, "no place for the second sample"
     engine.update_params(engine.params)
+    before = int(engine.counters.computed_tokens)
     finish(engine)
+    assert int(engine.counters.computed_tokens) - before < 64, "it shared what the first had computed"
     assert hits(engine, prompt) == 0
 
 

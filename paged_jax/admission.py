@@ -42,13 +42,7 @@ class Start(NamedTuple):
 
 
 def may_admit(
-    config: CacheConfig,
-    cache: PagedCache,
-    seqs: Sequences,
-    take: Int[Array, "S"],
-    free: Array,
-    budget: Array,
-    most: int,
+    config: CacheConfig, seqs: Sequences, take: Int[Array, "S"], free: Array, budget: Array, most: int
 ) -> Bool[Array, ""]:
     """Whether an attempt to admit the head is worth making, with `free` blocks that no running row needs. Cheap: every step asks.
 

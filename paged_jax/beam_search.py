@@ -13,9 +13,10 @@ copied when two beams write into it (`cache_manager.copy_on_write`).
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
 from paged_jax import prefix_directory
+from paged_jax.arrays import once
 from paged_jax.beams import NEVER, NO_SCORE, WHEN_FULL, NewBeams
 from paged_jax.cache_manager import PagedCache, exchange_rows
 from paged_jax.sequences import FINISHED, LENGTH, RUNNING, STOP, Sequences
@@ -40,7 +41,6 @@ def add_beams(seqs: Sequences, new: NewBeams) -> Sequences:
             length_penalty=put(beams.length_penalty, new.length_penalty),
             early_stopping=put(beams.early_stopping, new.early_stopping),
             score=put(beams.score, jnp.where(leads, 0.0, NO_SCORE)),
-            ready=put(beams.ready, False),
             done_score=put(beams.done_score, NO_SCORE),
             done_length=put(beams.done_length, 0),
         ),
@@ -137,9 +137,7 @@ def _advance_group(cache: PagedCache, seqs: Sequences, leader: Array) -> tuple[P
 
     # Live beams take over their parents' rows; a group that has ended leaves its outputs in them.
     goes_on = inside & (live > NO_SCORE) & ~ended
-    cache = jax.lax.while_loop(
-        lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), exchange_rows(c[1], rows, parent, goes_on)), (~ended, cache)
-    )[1]
+    cache = once(~ended, lambda c: exchange_rows(c, rows, parent, goes_on), cache)
     column = jnp.where(goes_on, old_length, seqs.tokens.shape[1])
     live_tokens = seqs.tokens[at[parent]].at[slot, column].set(next_token[parent, rank], mode="drop")
     live_logprobs = seqs.logprobs[at[parent]].at[slot, column].set(next_logprob[parent, rank], mode="drop")
@@ -151,7 +149,9 @@ def _advance_group(cache: PagedCache, seqs: Sequences, leader: Array) -> tuple[P
     def put(old, value):
         return old.at[target].set(value, mode="drop")
 
-    cache = _stop_registering(cache, jnp.where(ended, target, seqs.num_rows))
+    if cache.directory is not None:  # the rows' tokens are no longer those of their blocks
+        stopped = prefix_directory.stop_rows(cache.directory, jnp.where(ended, target, seqs.num_rows))
+        cache = cache.replace(directory=stopped)
     seqs = seqs.replace(
         tokens=put(seqs.tokens, jnp.where(ended, done_tokens, live_tokens)),
         logprobs=put(seqs.logprobs, jnp.where(ended, done_logprobs, live_logprobs)),
@@ -174,11 +174,3 @@ def _advance_group(cache: PagedCache, seqs: Sequences, leader: Array) -> tuple[P
         ),
     )
     return cache, seqs
-
-
-def _stop_registering(cache: PagedCache, rows: Int[Array, "k"]) -> PagedCache:
-    """The rows' tokens are no longer those of their blocks."""
-    if cache.directory is None:
-        return cache
-    last_id = cache.directory.last_id.at[rows].set(prefix_directory.NO_ID, mode="drop")
-    return cache.replace(directory=cache.directory.replace(last_id=last_id))

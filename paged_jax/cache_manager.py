@@ -138,6 +138,10 @@ def exchange_rows(
     return cache.replace(pool=pool, tables=tables, directory=directory)
 
 
+def _written_column(config: CacheConfig, first_written: Int[Array, "k"]) -> Int[Array, "k"]:
+    return jnp.minimum(first_written // config.block_size, config.max_blocks_per_row - 1)
+
+
 def shared_writes(
     config: CacheConfig, cache: PagedCache, rows: Int[Array, "k"], first_written: Int[Array, "k"], writes
 ) -> tuple[Bool[Array, "G k"], Int[Array, "G k"]]:
@@ -145,8 +149,7 @@ def shared_writes(
 
     Only the block of the first position that a row writes can be shared: what comes behind it is the row's own.
     """
-    column = jnp.minimum(first_written // config.block_size, config.max_blocks_per_row - 1)
-    blocks = cache.tables.blocks[:, rows, column]
+    blocks = cache.tables.blocks[:, rows, _written_column(config, first_written)]
     return writes & (blocks != 0) & (cache.pool.ref_count[blocks] > 1), blocks
 
 
@@ -173,7 +176,7 @@ def copy_on_write(
     chosen = copies.T.ravel()
     entry = jnp.arange(most, dtype=jnp.int32)
     row, group = rows[entry // groups], entry % groups
-    column = jnp.minimum(first_written // config.block_size, config.max_blocks_per_row - 1)[entry // groups]
+    column = _written_column(config, first_written)[entry // groups]
     rank, count = jnp.cumsum(chosen, dtype=jnp.int32) - 1, jnp.sum(chosen, dtype=jnp.int32)
     cache, ids = take_ready(cache, count, most)
     old, blocks = read_before_write(cache.tables.blocks, (group, row, column))
@@ -276,7 +279,7 @@ def admission_blocks(config: CacheConfig, num_tokens: Int[Array, ""], max_chunk:
     whole = ceil_div(num_tokens, config.block_size)
     return sum(
         (
-            whole if window is None else jnp.minimum(whole, ceil_div(window - 1 + max_chunk, config.block_size) + 1)
+            whole if window is None else jnp.minimum(whole, config.window_blocks(window, max_chunk))
             for window in config.windows
         ),
         start=jnp.zeros_like(num_tokens),

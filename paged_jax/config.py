@@ -85,6 +85,10 @@ class CacheConfig:
         """G."""
         return len(self.windows)
 
+    def window_blocks(self, window: int, max_chunk: int) -> int:
+        """Blocks that a sliding window and a chunk of `max_chunk` tokens behind it can lie in at once."""
+        return -(-(window - 1 + max_chunk) // self.block_size) + 1
+
     @property
     def num_slots(self) -> int:
         """Slots of the pool; a slot index of this or more is dropped by a write."""

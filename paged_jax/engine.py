@@ -355,8 +355,7 @@ def _reroot(state: step.EngineState, roots) -> step.EngineState:
     """Rows start from new roots; those that run register no more, for their blocks are of both kinds."""
     cache, seqs = state.cache, state.seqs.replace(root=roots)
     if cache.directory is not None:
-        stopped = jnp.full_like(cache.directory.last_id, prefix_directory.NO_ID)
-        cache = cache.replace(directory=cache.directory.replace(last_id=stopped))
+        cache = cache.replace(directory=prefix_directory.stop_rows(cache.directory, slice(None)))
     return state.replace(cache=cache, seqs=seqs)
 
 

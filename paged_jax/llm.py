@@ -199,8 +199,8 @@ class LLM:
             ready.append((_Job(i, text, tokens, self.tokenizer), one, salt))
         # All are checked before the first is queued: what goes wrong above leaves nothing behind.
         jobs = {self.engine.add_request(job.prompt_tokens, one, cache_salt=salt): job for job, one, salt in ready}
-        for job, one, _ in ready:
-            job.start(one)
+        for request_id, job in jobs.items():
+            job.start(self.engine.num_outputs(request_id))
         bar = _progress_bar(len(jobs)) if progress and jobs else None
         for update in self._updates(jobs):
             job = jobs[update.request_id]
@@ -314,8 +314,8 @@ class _Job:
         self.outputs: list[_Output] = []
         self.arrival, self.first, self.num_cached = time.perf_counter(), None, 0
 
-    def start(self, params: Params) -> None:
-        count = params.n if isinstance(params, SamplingParams) else params.beam_width
+    def start(self, count: int) -> None:
+        """Begin with `count` outputs."""
         self.outputs = [_Output(self.tokenizer) for _ in range(count)]
 
     def take(self, update: Update) -> bool:
@@ -364,8 +364,6 @@ def _engine_config(
     running = (32 if on_cpu else 256) if max_num_seqs is None else require_int("max_num_seqs", max_num_seqs, 1)
     budget = max(running, 128 if on_cpu else 2048) if max_num_batched_tokens is None else max_num_batched_tokens
     length = decoder.max_model_len if max_model_len is None else require_int("max_model_len", max_model_len, 2)
-    if length > decoder.max_model_len:
-        raise ConfigError(f"max_model_len={length}: the model was made for {decoder.max_model_len} at most")
     groups = len(decoder.kv_groups)
     if num_blocks is not None:
         require_int("num_blocks", num_blocks, 2)

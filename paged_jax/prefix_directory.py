@@ -95,11 +95,10 @@ def key_group(windows: tuple[int | None, ...]) -> int:
 
 def reset(directory: PrefixDirectory) -> PrefixDirectory:
     """Forget all contents. Rows that hold blocks register no more until they start again."""
-    return directory.replace(
+    return stop_rows(directory, slice(None)).replace(
         content_id=jnp.zeros_like(directory.content_id),
         table=jnp.zeros_like(directory.table),
         next_id=jnp.ones_like(directory.next_id),
-        last_id=jnp.full_like(directory.last_id, NO_ID),
     )
 
 
@@ -115,6 +114,11 @@ def start_rows(directory: PrefixDirectory, rows: Int[Array, "k"], num_blocks, la
         last_id=directory.last_id.at[rows].set(last_id, mode="drop"),
         prefix_hash=directory.prefix_hash.at[rows].set(prefix_hash, mode="drop"),
     )
+
+
+def stop_rows(directory: PrefixDirectory, rows) -> PrefixDirectory:
+    """Rows register no more until they start again; `rows` is any index, out of range is padding."""
+    return directory.replace(last_id=directory.last_id.at[rows].set(NO_ID, mode="drop"))
 
 
 def root_hash(root: Int[Array, "..."]) -> UInt[Array, "..."]:

@@ -77,8 +77,7 @@ def blocks_at_most(sizes: CacheConfig, max_len: int, max_chunk: int) -> int:
     """Blocks that a sequence ending at `max_len` tokens can hold at once. The last token is never computed."""
     whole = -(-(max_len - 1) // sizes.block_size)
     return sum(
-        whole if window is None else min(whole, -(-(window - 1 + max_chunk) // sizes.block_size) + 1)
-        for window in sizes.windows
+        whole if window is None else min(whole, sizes.window_blocks(window, max_chunk)) for window in sizes.windows
     )
 
 

@@ -112,7 +112,7 @@ def _is_eventful(config: CacheConfig, most: int, plan: Schedule, budget: Array) 
         | (need > pool.num_free)
         | ~block_pool.head_is_ready(pool, need, width)
         | _must_register(config, plan)
-        | may_admit(config, plan.cache, plan.seqs, plan.take, pool.num_free - need, budget, most)
+        | may_admit(config, plan.seqs, plan.take, pool.num_free - need, budget, most)
     )
 
 
@@ -145,7 +145,7 @@ def _events(config: CacheConfig, most: int, plan: Schedule, budget: Array) -> Sc
     def can_go_on(carry):
         plan, reserved, going = carry
         free = plan.cache.pool.num_free - reserved
-        return going & may_admit(config, plan.cache, plan.seqs, plan.take, free, budget, most)
+        return going & may_admit(config, plan.seqs, plan.take, free, budget, most)
 
     def admit_one(carry):
         plan, reserved, _ = carry

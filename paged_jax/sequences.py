@@ -24,9 +24,7 @@ class Sequences(struct.PyTreeNode):
     num_prompt_tokens: Int[Array, "R"]
     num_tokens: Int[Array, "R"]  # prompt and output
     num_computed: Int[Array, "R"]  # tokens whose K and V are in the cache
-    num_hit: Int[
-        Array, "R"
-    ]  # leading tokens that were in the cache when the row was last admitted: they are never written
+    num_hit: Int[Array, "R"]  # leading tokens found in the cache when the row was last admitted: never written
     num_cached: Int[Array, "R"]  # the same of its first admission, -1 before
     root: Int[Array, "R"]  # what its content hangs on in the prefix directory, below 0: salt and weight version
     parent: Int[Array, "R"]  # the row that computes this one's prompt, R for none

@@ -13,7 +13,6 @@ and its right operand is read from shared memory by each warp anew. (For sm_100 
 refuses the target.) Elsewhere `triton.py` runs. head_dim 256 does not fit shared memory with a ring that keeps copies in flight.
 """
 
-import math
 from functools import partial
 from typing import NamedTuple
 
@@ -25,11 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .combine import combine, num_splits
 from .plan import AttentionPlan
-from .scoring import NO_SCALES, Scales, Scoring
+from .scoring import LOG2_E, LOWEST, NO_SCALES, Scales, Scoring
 from .tiles import QueryTiles
-
-LOWEST = -1e30  # a running maximum's start: finite, so that a row which has seen no key makes no inf - inf
-LOG2_E = math.log2(math.e)
 
 ROWS = 64  # of a WGMMA
 CHUNK = 64  # tokens of context in one trip of the loop

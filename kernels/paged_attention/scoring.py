@@ -1,8 +1,12 @@
 """What a query and a key make, and what the stored numbers of quantised pages are worth."""
 
+import math
 from typing import NamedTuple
 
 from jaxtyping import Array, Float
+
+LOWEST = -1e30  # a running maximum's start: finite, so that a row which has seen no key makes no inf - inf
+LOG2_E = math.log2(math.e)
 
 
 class Scoring(NamedTuple):

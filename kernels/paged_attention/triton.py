@@ -11,7 +11,6 @@ Page ids are int32 and stay one coordinate of several: Pallas multiplies them ou
 (`dispatch.TRITON_WRAPS` tells where that comes too late).
 """
 
-import math
 from functools import partial
 from typing import NamedTuple
 
@@ -24,10 +23,7 @@ from jax.experimental.pallas import triton as pltriton
 from . import dispatch
 from .combine import combine, num_splits
 from .plan import AttentionPlan
-from .scoring import NO_SCALES, Scales, Scoring
-
-LOWEST = -1e30  # a running maximum's start: finite, so that a row which has seen no key makes no inf - inf
-LOG2_E = math.log2(math.e)
+from .scoring import LOG2_E, LOWEST, NO_SCALES, Scales, Scoring
 
 
 class Blocking(NamedTuple):

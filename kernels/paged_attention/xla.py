@@ -16,14 +16,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from .plan import AttentionPlan, Items
-from .scoring import NO_SCALES, Scales, Scoring
+from .scoring import LOWEST, NO_SCALES, Scales, Scoring
 from .tiles import QueryTiles, Rows
 
 # Not measured: a GPU was not at hand. Long, because each trip costs a host sync.
 ALL_TILES_DECODE_CHUNK = 512
 ALL_TILES_WIDE_CHUNK = 128
-
-LOWEST = -1e30  # a running maximum's start: finite, so that a row which has seen no key makes no inf - inf
 
 
 type Stored = tuple[Float[Array, "N B KV D"], Float[Array, "..."] | None]  # pages and the scales of their numbers

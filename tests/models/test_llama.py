@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from run_model import TINY, Sequence, compiled, greedy, logits_of
 
 from paged_jax.models import KVGroup, Llama, LlamaConfig, RopeConfig, load_model
+from run_model import TINY, Sequence, compiled, greedy, logits_of
 
 CONFIG = LlamaConfig(
     vocab_size=64,

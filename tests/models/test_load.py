@@ -11,12 +11,12 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from run_model import TINY
 from safetensors.numpy import load_file, save_file
 
 from paged_jax.models import MissingExtraError, ModelLoadError, RopeConfig, load_model
 from paged_jax.models.gguf_model import TEMPLATES as GGUF_NAMES
 from paged_jax.models.hf import TEMPLATES as HF_NAMES
+from run_model import TINY
 
 Q = gguf.GGMLQuantizationType
 

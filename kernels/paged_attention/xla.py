@@ -101,7 +101,10 @@ def _add_chunk(sums, scores, visible, scoring: Scoring, weigh):
     # A row that has seen no key gathers weights of 1: they count for nothing once it sees one, and `_finish` if it never does.
     weights, decay = jnp.exp(scores - top), jnp.exp(old - top)
     total = sums[..., -2:-1] * decay + weights.sum(-1, keepdims=True)
-    return jnp.concatenate([sums[..., :-2] * decay + weigh(weights), total, top], axis=-1)
+    # Not put side by side: XLA's CPU backend compiles each layer's concatenate anew, and a select once.
+    column = jnp.arange(sums.shape[-1]) - (sums.shape[-1] - 2)
+    values = sums * decay + jnp.pad(weigh(weights), ((0, 0),) * (sums.ndim - 1) + ((0, 2),))
+    return jnp.where(column < 0, values, jnp.where(column == 0, total, top))
 
 
 def _walk_rows(q, keys: Stored, values: Stored, plan: AttentionPlan, scoring: Scoring) -> Float[Array, "T H D+2"]:

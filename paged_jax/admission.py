@@ -14,10 +14,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt
 
-from paged_jax import block_pool, prefix_directory
+from paged_jax import prefix_directory
 from paged_jax.arrays import ceil_div
 from paged_jax.block_table import first_live_block
-from paged_jax.cache_manager import PagedCache, admission_blocks, grow, share
+from paged_jax.cache_manager import PagedCache, admission_blocks, grow, make_ready, share
 from paged_jax.config import CacheConfig
 from paged_jax.sequences import RUNNING, Sequences
 
@@ -86,8 +86,7 @@ def admit(
     widest = min(config.num_groups * config.max_blocks_per_row, config.num_blocks)
     target = jnp.where(fits, row, seqs.num_rows)
     cache = share(cache, target[None], start.blocks, start.num_blocks, start.num_tokens, fits.astype(jnp.int32))
-    cache = cache.replace(pool=block_pool.make_ready(cache.pool, jnp.sum(need), widest))
-    cache = grow(cache, target[None], need, total[None], widest)
+    cache = grow(make_ready(cache, jnp.sum(need), widest), target[None], need, total[None], widest)
     if cache.directory is not None:
         known = jnp.where(is_fork, 0, start.num_blocks)
         directory = prefix_directory.start_rows(cache.directory, target, known, start.last_id, start.prefix_hash)

@@ -115,22 +115,15 @@ def pop_ready(
     """
     ok = (count <= pool.num_free) & (count <= width)
     count = jnp.where(ok, count, 0)
-    ring_size, window = pool.ring.shape[0], min(width, pool.ring.shape[0])
-    offsets = jnp.arange(window, dtype=jnp.int32)
-    positions = (pool.head + offsets) % ring_size
-    ids = pool.ring[positions]
-    stamps, stamp = read_before_write(pool.stamp, ids)
-    live = (offsets < pool.span) & (stamps == positions)
-    rank = jnp.cumsum(live, dtype=jnp.int32) - 1
-    taken = live & (rank < count)
-    blocks = jnp.zeros(width, jnp.int32).at[jnp.where(taken, rank, width)].set(ids, mode="drop")
-    passed = jnp.max(jnp.where(taken, offsets + 1, 0))
-    target = jnp.where(taken, ids, pool.num_blocks)
+    offsets, ring_size = jnp.arange(width, dtype=jnp.int32), pool.ring.shape[0]
+    taken = offsets < count
+    blocks = jnp.where(taken, pool.ring[(pool.head + offsets) % ring_size], 0)
+    target = jnp.where(taken, blocks, pool.num_blocks)
     pool = pool.replace(
         ref_count=pool.ref_count.at[target].set(1, mode="drop"),
-        stamp=stamp.at[target].set(-1, mode="drop"),
-        head=(pool.head + passed) % ring_size,
-        span=pool.span - passed,
+        stamp=pool.stamp.at[target].set(-1, mode="drop"),
+        head=(pool.head + count) % ring_size,
+        span=pool.span - count,
         num_free=pool.num_free - count,
     )
     return pool, blocks, ok
@@ -191,6 +184,12 @@ def release(
 def _running_count(chosen: Bool[Array, "rows columns"]) -> Int[Array, "rows columns"]:
     """How many are chosen up to each, row by row."""
     return jnp.cumsum(chosen.ravel(), dtype=jnp.int32).reshape(chosen.shape)
+
+
+def refer(pool: BlockPool, blocks: Int[Array, "*k"], times: Int[Array, ""] | int = 1) -> BlockPool:
+    """Add `times` references to each distinct block named (0 is passed over); all of them are in use."""
+    target = jnp.where(blocks == 0, pool.num_blocks, blocks)
+    return pool.replace(ref_count=pool.ref_count.at[target].add(times, mode="drop"))
 
 
 def touch(pool: BlockPool, blocks: Int[Array, "k"], times: Int[Array, ""]) -> BlockPool:

@@ -53,6 +53,20 @@ def init_cache(config: CacheConfig) -> PagedCache:
     )
 
 
+def head_is_ready(cache: PagedCache, count: Int[Array, ""], most: int) -> Bool[Array, ""]:
+    """Whether `take_ready` may take `count` blocks. It may where there is no directory: only hits leave gaps in the queue."""
+    if cache.directory is None:
+        return jnp.ones_like(count, bool)
+    return block_pool.head_is_ready(cache.pool, count, most)
+
+
+def make_ready(cache: PagedCache, count: Int[Array, ""], most: int) -> PagedCache:
+    """Let `count` free blocks, `most` at most, stand together at the queue's head, if there are as many: `head_is_ready` then."""
+    if cache.directory is None:
+        return cache
+    return cache.replace(pool=block_pool.make_ready(cache.pool, count, most))
+
+
 def take_ready(cache: PagedCache, count: Int[Array, ""], most: int) -> tuple[PagedCache, Int[Array, "most"]]:
     """`count` blocks that stand ready at the queue's head, 0 behind them. What they held is forgotten."""
     pool, blocks, _ = block_pool.pop_ready(cache.pool, count, most)
@@ -99,8 +113,9 @@ def share(
     """Let the first `times` of the rows, which are empty, hold `blocks`, whoever else does. No page is copied."""
     tables = cache.tables
     target = jnp.where(jnp.arange(rows.shape[0]) < times, rows, tables.num_rows)
+    add = block_pool.refer if cache.directory is None else block_pool.touch  # only a hit can be of a free block
     return cache.replace(
-        pool=block_pool.touch(cache.pool, blocks.ravel(), times),
+        pool=add(cache.pool, blocks.ravel(), times),
         tables=BlockTables(
             blocks=tables.blocks.at[:, target].set(blocks[:, None], mode="drop"),
             num_blocks=tables.num_blocks.at[:, target].set(num_blocks, mode="drop"),
@@ -121,8 +136,7 @@ def exchange_rows(
     old, blocks = read_before_write(tables.blocks, (slice(None), at))
     old = jnp.where(inside[:, None], old, 0)
     new = jnp.where(live[:, None], old[:, parent], 0)
-    pool = cache.pool
-    pool = pool.replace(ref_count=pool.ref_count.at[jnp.where(new == 0, pool.num_blocks, new)].add(1, mode="drop"))
+    pool = block_pool.refer(cache.pool, new)
     by_row = jnp.moveaxis(old, 1, 0).reshape(rows.shape[0], -1)
     pool, _ = block_pool.release(pool, by_row, _is_registered(cache, by_row))
     counts, tokens = jnp.where(live, tables.num_blocks[:, at[parent]], 0), tables.num_tokens[at[parent]]

@@ -12,10 +12,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
-from paged_jax import block_pool
 from paged_jax.arrays import read_before_write
 from paged_jax.block_table import BlockTables, missing_blocks
-from paged_jax.cache_manager import PagedCache, copies_needed, copy_on_write, grow, release_rows, share
+from paged_jax.cache_manager import PagedCache, copies_needed, copy_on_write, grow, make_ready, release_rows, share
 from paged_jax.config import CacheConfig
 from paged_jax.errors import ConfigError
 from paged_jax.kv_cache import copy_pages
@@ -94,7 +93,7 @@ def _allocate(config: CacheConfig, cache: PagedCache, rows, new, reserved_blocks
     need, copies = jnp.where(ok, need, 0), copies & ok
     most = min(need.size * width, config.num_blocks)
     count = jnp.sum(need) + jnp.sum(copies, dtype=jnp.int32)
-    cache = cache.replace(pool=block_pool.make_ready(cache.pool, count, min(most + need.size, config.num_blocks)))
+    cache = make_ready(cache, count, min(most + need.size, config.num_blocks))
     cache, pages = copy_on_write(config, cache, rows, have, copies)
     cache = grow(cache, rows, need, jnp.where(ok, have + new, have), most)
     return cache.replace(kv=copy_pages(cache.kv, pages)), ok

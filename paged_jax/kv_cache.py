@@ -51,11 +51,12 @@ def copy_pages(kv: KVCache, copies: BlockCopies) -> KVCache:
         offsets = i * COPY_BLOCKS + jnp.arange(COPY_BLOCKS, dtype=jnp.int32)
         given, at = offsets < copies.count, jnp.minimum(offsets, copies.source.shape[0] - 1)
         source = jnp.where(given, copies.source[at], 0)
-        target = jnp.where(given, copies.target[at], kv.k_pages[0].shape[0])
+        target = copies.target[at]
 
         def copy(pages):
             old, pages = read_before_write(pages, source)
-            return pages.at[target].set(old, mode="drop", wrap_negative_indices=False)
+            past = pages.shape[0]
+            return pages.at[jnp.where(given, target, past)].set(old, mode="drop", wrap_negative_indices=False)
 
         return jax.tree.map(copy, kv)
 

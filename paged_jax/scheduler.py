@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from paged_jax import beam_search, block_pool, prefix_directory
+from paged_jax import beam_search, prefix_directory
 from paged_jax.admission import admit, may_admit
 from paged_jax.arrays import once
 from paged_jax.block_table import first_live_block, missing_blocks
@@ -31,12 +31,16 @@ from paged_jax.cache_manager import (
     copies_needed,
     copy_on_write,
     grow,
+    head_is_ready,
+    make_ready,
     release_rows,
     shared_writes,
 )
 from paged_jax.config import CacheConfig
 from paged_jax.kv_cache import BlockCopies, no_copies
 from paged_jax.sequences import FINISHED, WAITING, Sequences, running_rows
+
+SETTLE, ADMIT, LAST, DONE = range(4)  # what a turn of the events does
 
 
 class Schedule(struct.PyTreeNode):
@@ -110,7 +114,7 @@ def _is_eventful(config: CacheConfig, most: int, plan: Schedule, budget: Array) 
         | jnp.any(shared)
         | beam_search.is_due(plan.seqs)
         | (need > pool.num_free)
-        | ~block_pool.head_is_ready(pool, need, width)
+        | ~head_is_ready(plan.cache, need, width)
         | _must_register(config, plan)
         | may_admit(config, plan.seqs, plan.take, pool.num_free - need, budget, most)
     )
@@ -129,52 +133,76 @@ def _must_register(config: CacheConfig, plan: Schedule) -> Bool[Array, ""]:
 
 
 def _events(config: CacheConfig, most: int, plan: Schedule, budget: Array) -> Schedule:
-    # What rows have computed becomes known before any of it is released; what they compute in this step, before anyone looks.
-    cache = register_running(config, _with_ids_left(plan.cache), plan.seqs, jnp.zeros_like(plan.take))
-    cache, seqs = beam_search.advance(cache, plan.seqs)
-    cache, seqs = release_finished(cache, seqs)
-    plan = plan.replace(cache=cache, seqs=seqs, take=plan_running(budget, seqs))
+    # One loop, so that each of its parts is compiled once: a first turn that settles who stays, one for each row that tries to
+    # start and, where a chunk may pass out of a window as it is computed, a last one that takes its blocks now.
+    directory = plan.cache.directory
+    has_last = directory is not None and any(window is not None for window in config.windows)
+    end = LAST if has_last else DONE
 
-    def is_short(plan):
-        return (_needed(config, plan) > plan.cache.pool.num_free) | _is_split(plan)
+    def turn(carry):
+        plan, reserved, phase = carry
+        if has_last:
+            plan = once(phase == LAST, lambda p: _grow_now(config, most, p), plan)
+        if directory is not None:
+            # What rows have computed becomes known before any of it is released; what they compute in this step, before anyone
+            # looks.
+            cache = register_running(config, plan.cache, plan.seqs, jnp.where(phase == SETTLE, 0, plan.take))
+            plan = plan.replace(cache=cache)
+        plan = once(phase == SETTLE, lambda p: _settle(config, p, budget), plan)
+        reserved = jnp.where(phase == SETTLE, jnp.sum(step_blocks(config, plan.cache, plan.seqs, plan.take)), reserved)
 
-    plan = jax.lax.while_loop(is_short, lambda p: _preempt_last(budget, p), plan)
-    plan = _copy(config, plan)
-    reserved = jnp.sum(step_blocks(config, plan.cache, plan.seqs, plan.take))
+        def admit_one(carry):
+            plan, reserved, _ = carry
+            left = budget - jnp.sum(plan.take)
+            cache, seqs, news = admit(config, plan.cache, plan.seqs, left, reserved, most)
+            plan = plan.replace(
+                cache=cache,
+                seqs=seqs,
+                take=plan_running(budget, seqs),
+                queried=plan.queried + news.queried,
+                hits=plan.hits + news.hits,
+            )
+            return plan, reserved + news.reserved, news.admitted
 
-    def can_go_on(carry):
-        plan, reserved, going = carry
-        free = plan.cache.pool.num_free - reserved
-        return going & may_admit(config, plan.seqs, plan.take, free, budget, most)
+        plan, reserved, going = once(phase == ADMIT, admit_one, (plan, reserved, plan.num_preempted == 0))
+        going &= may_admit(config, plan.seqs, plan.take, plan.cache.pool.num_free - reserved, budget, most)
+        return plan, reserved, jnp.where(phase == LAST, DONE, jnp.where(going, ADMIT, end))
 
-    def admit_one(carry):
-        plan, reserved, _ = carry
-        cache = register_running(config, plan.cache, plan.seqs, plan.take)
-        left = budget - jnp.sum(plan.take)
-        cache, seqs, news = admit(config, cache, plan.seqs, left, reserved, most)
-        plan = plan.replace(
-            cache=cache,
-            seqs=seqs,
-            take=plan_running(budget, seqs),
-            queried=plan.queried + news.queried,
-            hits=plan.hits + news.hits,
-        )
-        return plan, reserved + news.reserved, news.admitted
+    if directory is not None:
+        is_late = directory.next_id > prefix_directory.LAST_ID
+        directory = once(is_late, prefix_directory.reset, directory)
+    plan = plan.replace(cache=plan.cache.replace(directory=directory), num_events=jnp.ones_like(plan.num_events))
+    none = jnp.zeros_like(plan.num_events)
+    plan, _, _ = jax.lax.while_loop(lambda c: c[2] != DONE, turn, (plan, none, none + SETTLE))
+    return plan.replace(cache=_make_ready(config, most, plan))
 
-    start = (plan, reserved, plan.num_preempted == 0)
-    plan, _, _ = jax.lax.while_loop(can_go_on, admit_one, start)
-    cache = _make_ready(config, most, plan)
-    if cache.directory is not None and any(window is not None for window in config.windows):
-        # A chunk may pass out of the window as it is computed: its blocks are taken now, and registered.
-        cache = grow_running(config, cache, plan.seqs, plan.take, most)
-        cache = register_running(config, cache, plan.seqs, plan.take)
-    return plan.replace(cache=cache, num_events=jnp.ones_like(plan.num_events))
+
+def _settle(config: CacheConfig, plan: Schedule, budget: Array) -> Schedule:
+    """Advance beams, release who has finished and then who is preempted, the last first, and take blocks for copies."""
+    cache, seqs = beam_search.advance(plan.cache, plan.seqs)
+
+    def is_short(carry):
+        plan, has_released = carry
+        return ~has_released | (_needed(config, plan) > plan.cache.pool.num_free) | _is_split(plan)
+
+    def release(carry):
+        plan, has_released = carry
+        leaving = jnp.where(has_released, _is_last(plan.seqs), _finished(plan.seqs))
+        return _release(budget, plan, leaving, has_released), jnp.ones_like(has_released)
+
+    start = (plan.replace(cache=cache, seqs=seqs), jnp.zeros_like(plan.num_preempted, bool))
+    plan, _ = jax.lax.while_loop(is_short, release, start)
+    return _copy(config, plan)
 
 
 def _make_ready(config: CacheConfig, most: int, plan: Schedule) -> PagedCache:
     need = jnp.sum(step_blocks(config, plan.cache, plan.seqs, plan.take))
-    width = max_step_blocks(config, most, plan.seqs.max_running)
-    return plan.cache.replace(pool=block_pool.make_ready(plan.cache.pool, need, width))
+    return make_ready(plan.cache, need, max_step_blocks(config, most, plan.seqs.max_running))
+
+
+def _grow_now(config: CacheConfig, most: int, plan: Schedule) -> Schedule:
+    cache = _make_ready(config, most, plan)
+    return plan.replace(cache=grow_running(config, cache, plan.seqs, plan.take, most))
 
 
 def grow_running(
@@ -208,8 +236,8 @@ def _copy(config: CacheConfig, plan: Schedule) -> Schedule:
     """Take blocks for the copies; the pages are copied before the step writes."""
     rows, first, writes = _writes(plan.seqs, plan.take)
     copies = copies_needed(config, plan.cache, rows, first, writes)
-    pool = block_pool.make_ready(plan.cache.pool, jnp.sum(copies, dtype=jnp.int32), copies.size)
-    cache, pages = copy_on_write(config, plan.cache.replace(pool=pool), rows, first, copies)
+    cache = make_ready(plan.cache, jnp.sum(copies, dtype=jnp.int32), copies.size)
+    cache, pages = copy_on_write(config, cache, rows, first, copies)
     return plan.replace(cache=cache, copies=pages)
 
 
@@ -225,43 +253,37 @@ def register_running(config: CacheConfig, cache: PagedCache, seqs: Sequences, ta
     return cache.replace(directory=directory)
 
 
-def _with_ids_left(cache: PagedCache) -> PagedCache:
-    if cache.directory is None:
-        return cache
-    is_late = cache.directory.next_id > prefix_directory.LAST_ID
-    return cache.replace(directory=once(is_late, prefix_directory.reset, cache.directory))
+def _is_last(seqs: Sequences) -> Bool[Array, "S"]:
+    return jnp.arange(seqs.max_running, dtype=jnp.int32) == seqs.num_running - 1
 
 
-def release_finished(cache: PagedCache, seqs: Sequences) -> tuple[PagedCache, Sequences]:
-    """Give back the blocks of running rows that have finished, and close the gaps that they leave."""
-    finished = _finished(seqs)
+def _release(budget: Array, plan: Schedule, leaving: Bool[Array, "S"], is_preempted: Bool[Array, ""]) -> Schedule:
+    """Take the blocks of running rows that leave back, and close the gaps.
+
+    They have finished; or it is one row that `is_preempted`: it waits at the head and will be computed again from its first
+    token.
+    """
+    seqs = plan.seqs
     rows, active = running_rows(seqs)
-    gone, count = _gather(rows, finished, seqs.num_rows)
-    cache, _ = release_rows(cache, gone, count)
-    running, num_running = _gather(rows, active & ~finished, seqs.num_rows)
-    return cache, seqs.replace(running=running, num_running=num_running)
+    gone, count = _gather(rows, leaving, seqs.num_rows)
+    cache, _ = release_rows(plan.cache, gone, count)
+    running, num_running = _gather(rows, active & ~leaving, seqs.num_rows)
+    preempted = jnp.where(is_preempted, gone[0], seqs.num_rows)
+    head = (seqs.waiting_head - is_preempted) % seqs.num_rows
+    seqs = seqs.replace(
+        running=running,
+        num_running=num_running,
+        num_computed=seqs.num_computed.at[preempted].set(0, mode="drop"),
+        status=seqs.status.at[preempted].set(WAITING, mode="drop"),
+        waiting=seqs.waiting.at[jnp.where(is_preempted, head, seqs.num_rows)].set(preempted, mode="drop"),
+        waiting_head=head,
+        num_waiting=seqs.num_waiting + is_preempted,
+    )
+    num_preempted = plan.num_preempted + is_preempted
+    return plan.replace(cache=cache, seqs=seqs, take=plan_running(budget, seqs), num_preempted=num_preempted)
 
 
 def _gather(rows: Array, chosen: Array, padding: int) -> tuple[Array, Array]:
     """The chosen rows moved together, `padding` behind them, and their number."""
     place = jnp.where(chosen, jnp.cumsum(chosen, dtype=jnp.int32) - 1, rows.shape[0])
     return jnp.full_like(rows, padding).at[place].set(rows, mode="drop"), jnp.sum(chosen, dtype=jnp.int32)
-
-
-def _preempt_last(budget: Array, plan: Schedule) -> Schedule:
-    """Take the last running row's blocks back; it waits at the head and will be computed again from its first token."""
-    seqs = plan.seqs
-    last = seqs.num_running - 1
-    row = seqs.running[last]
-    cache, _ = release_rows(plan.cache, row[None], jnp.ones_like(last))
-    head = (seqs.waiting_head - 1) % seqs.num_rows
-    seqs = seqs.replace(
-        running=seqs.running.at[last].set(seqs.num_rows),
-        num_running=last,
-        num_computed=seqs.num_computed.at[row].set(0),
-        status=seqs.status.at[row].set(WAITING),
-        waiting=seqs.waiting.at[head].set(row),
-        waiting_head=head,
-        num_waiting=seqs.num_waiting + 1,
-    )
-    return plan.replace(cache=cache, seqs=seqs, take=plan_running(budget, seqs), num_preempted=plan.num_preempted + 1)

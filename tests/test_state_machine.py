@@ -34,8 +34,8 @@ from toy_decoder import ToyDecoder, random_prompts
 
 ROWS, BLOCK_SIZE, MAX_BLOCKS = 6, 4, 7
 CONFIGS = [
-    CacheConfig(num_blocks, ROWS, MAX_BLOCKS, block_size=BLOCK_SIZE, windows=windows)
-    for num_blocks, windows in ((14, (None,)), (13, (6,)), (31, (None, 6)))
+    CacheConfig(num_blocks, ROWS, MAX_BLOCKS, block_size=BLOCK_SIZE, windows=windows, prefix_caching=caching)
+    for num_blocks, windows, caching in ((14, (None,), True), (13, (6,), False), (31, (None, 6), True))
 ]
 APPENDED, CHILDREN = 3, 2  # rows in one call of a fixed shape
 
@@ -152,10 +152,13 @@ class AgainstPlainCache(RuleBasedStateMachine):
         """A prefix of another row's blocks, then free ones from anywhere in the queue."""
         row = data.draw(st.sampled_from(self.empty()))
         parent = data.draw(st.sampled_from(self.used() or [row]))
-        kept = data.draw(st.integers(0, min(count, len(self.plain.tables[0][parent]))))
+        held = min(count, len(self.plain.tables[0][parent]))
+        # Without a directory nobody can name a free block.
+        kept = data.draw(st.integers(0 if self.config.prefix_caching else held, held))
+        count = count if self.config.prefix_caching else held
         free = data.draw(st.permutations(self.plain.pool.queue))
         extra = count - kept
-        if extra * len(self.config.windows) > len(free):
+        if not count or extra * len(self.config.windows) > len(free):
             return
         for table in self.plain.tables:
             table[row] = table[parent][:kept] + free[:extra]

@@ -1,6 +1,7 @@
 """Writing new K and V into the pages."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 
@@ -35,9 +36,12 @@ def write_kv(
         if new.dtype != pages.dtype:
             raise TypeError(f"{name} has dtype {new.dtype}; expected {pages.dtype}, the dtype of {name}_pages")
 
-    num_blocks, block_size = k_pages.shape[:2]
-    # Two coordinates, never a flattened page: a pool may hold more than 2^31 numbers. A negative slot would wrap to the
-    # end of the pool, so it becomes the block past the end, which is dropped like the slots from N * B on.
-    block = jnp.where(slots < 0, num_blocks, slots // block_size)
-    at = (block, slots % block_size)
-    return k_pages.at[at].set(k, mode="drop"), v_pages.at[at].set(v, mode="drop")
+    block_size = jnp.asarray(k_pages.shape[1], slots.dtype)
+    # Two coordinates, never a flattened page: a pool may hold more than 2^31 numbers. Rounded to zero, a negative slot has a
+    # negative coordinate, and without the wrap that is outside, like the slots from N * B on.
+    at = (lax.div(slots, block_size), lax.rem(slots, block_size))
+
+    def put(pages, new):
+        return pages.at[at].set(new, mode="drop", wrap_negative_indices=False)
+
+    return put(k_pages, k), put(v_pages, v)

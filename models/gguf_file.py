@@ -1,5 +1,6 @@
 """The GGUF file format: metadata and tensors, without their meaning."""
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ MAGIC = b"GGUF"
 # Metadata value types by number; 8 is a string, 9 an array of one of the others.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+LONG_ROW = 2**16  # values that are dequantised as one row
 PLAIN = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 
 
@@ -44,11 +46,19 @@ class GGUFFile:
         if kind.name in PLAIN:
             return stored.view(PLAIN[kind.name]).reshape(info.shape)
         try:
-            return gguf.dequantize(stored.reshape(*info.shape[:-1], -1), kind).reshape(info.shape)
+            return gguf.dequantize(stored.reshape(_num_long_rows(info.shape), -1), kind).reshape(info.shape)
         except NotImplementedError as error:
             raise ModelLoadError(
                 f"{self.path}: tensor {name!r} has storage type {kind.name}, which is unsupported"
             ) from error
+
+
+def _num_long_rows(shape: tuple[int, ...]) -> int:
+    """How many rows to cut a tensor's values into: the package takes 16 at a time, and is several times faster when those are
+    about a million values."""
+    num_rows = math.prod(shape[:-1])
+    together = max(1, min(num_rows, LONG_ROW // max(1, shape[-1])))
+    return num_rows // next(k for k in range(together, 0, -1) if num_rows % k == 0) if num_rows else 1
 
 
 def open_gguf(path: Path) -> GGUFFile:

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 type RopeKind = Literal["default", "linear", "llama3", "factors"]
@@ -74,8 +75,9 @@ def rotate(
 ) -> Float[Array, "T *heads D"]:
     """Turn each pair (x[i], x[i + D / 2]) by its angle, in float32; the dtype of x comes back."""
     half = x.shape[-1] // 2
-    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, half)  # [..., 0, i] and [..., 1, i] turn together
-    cos, sin = (a.reshape(a.shape[0], *(1,) * (x.ndim - 1), half) for a in (cos, sin))
+    heads = (1,) * (x.ndim - 2)
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, half)
+    cos = cos.reshape(-1, *heads, 1, half)
     # Not two halves put side by side: XLA's CPU backend compiles each layer's concatenate anew, and a product once.
-    signed = jnp.concatenate([-sin, sin], axis=-2)
-    return (pairs * cos + jnp.flip(pairs, -2) * signed).reshape(x.shape).astype(x.dtype)
+    sin = sin.reshape(-1, *heads, 1, half) * np.array([[-1], [1]], np.float32)
+    return (pairs * cos + lax.rev(pairs, (pairs.ndim - 2,)) * sin).reshape(x.shape).astype(x.dtype)

@@ -2,7 +2,7 @@
 
 from paged_jax.cache_manager import PagedCache, init_cache
 from paged_jax.config import CacheConfig, EngineConfig
-from paged_jax.engine import Engine, Update
+from paged_jax.engine import Engine
 from paged_jax.errors import (
     ConfigError,
     DoubleFreeError,
@@ -16,6 +16,7 @@ from paged_jax.generate import Generated, generate
 from paged_jax.integrity import check_integrity
 from paged_jax.llm import LLM
 from paged_jax.outputs import CompletionOutput, Delta, Metrics, RequestOutput
+from paged_jax.report import Update
 from paged_jax.sampling_params import BeamSearchParams, SamplingParams
 
 __all__ = [

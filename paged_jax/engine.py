@@ -15,49 +15,16 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx, struct
-from jaxtyping import Array, Float, Int
+from flax import nnx
 
 from paged_jax import prefix_directory, sequences, step
 from paged_jax.beam_search import add_beams
 from paged_jax.beams import init_beams, widen_beams
 from paged_jax.config import EngineConfig
 from paged_jax.errors import ConfigError, InvalidRequestError, NoProgressError
+from paged_jax.report import STEPS_PER_DISPATCH, Report, Update, join, make_report
 from paged_jax.requests import Output, Params, Request, make_request, to_beams, to_rows
 from paged_jax.sampling_params import BeamSearchParams, SamplingParams, check_int
-
-STEPS_PER_DISPATCH = 32
-
-
-class Report(struct.PyTreeNode):
-    """What the host is told of a dispatch; R rows, the newest K tokens of each."""
-
-    status: Int[Array, "R"]
-    finish_reason: Int[Array, "R"]
-    num_tokens: Int[Array, "R"]
-    tokens: Int[Array, "R K"]
-    logprobs: Float[Array, "R K"]
-    num_cached: Int[Array, "R"]
-    num_running: Int[Array, ""]
-    num_waiting: Int[Array, ""]
-    steps: Int[Array, ""]
-    counters: step.Counters
-
-
-@dataclass(frozen=True)
-class Update:
-    """News of one output of a request: the tokens since the last news, and at the end why it ended.
-
-    The outputs of a beam search come whole, when all have ended, the best first.
-    """
-
-    request_id: str
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str | None = None  # "stop", "length" or "abort"
-    stop_reason: int | None = None  # the stop token id; None for end-of-text
-    index: int = 0  # which of the request's outputs
-    num_cached_tokens: int = 0  # of its prompt, found in the cache
 
 
 @dataclass(frozen=True)
@@ -72,22 +39,7 @@ class Dispatch:
 def _run(graphdef, config: EngineConfig, sizes, params, state: step.EngineState, max_steps):
     model = nnx.merge(graphdef, params)
     state, steps = step.run(model, config, sizes, state, max_steps)
-    seqs = state.seqs
-    newest = seqs.num_tokens[:, None] - STEPS_PER_DISPATCH + jnp.arange(STEPS_PER_DISPATCH, dtype=jnp.int32)
-    newest = jnp.maximum(newest, 0)
-    report = Report(
-        status=seqs.status,
-        finish_reason=seqs.finish_reason,
-        num_tokens=seqs.num_tokens,
-        num_cached=seqs.num_cached,
-        tokens=jnp.take_along_axis(seqs.tokens, newest, axis=1),
-        logprobs=jnp.take_along_axis(seqs.logprobs, newest, axis=1),
-        num_running=seqs.num_running,
-        num_waiting=seqs.num_waiting,
-        steps=steps,
-        counters=state.counters,
-    )
-    return state, report
+    return state, make_report(state, steps)
 
 
 class Engine:
@@ -266,7 +218,7 @@ class Engine:
             while max_steps > 0 and self.has_unfinished():
                 for update in self.collect(self.dispatch(max_steps)):
                     key = (update.request_id, update.index)
-                    merged[key] = _join(merged[key], update) if key in merged else update
+                    merged[key] = join(merged[key], update) if key in merged else update
                 max_steps -= STEPS_PER_DISPATCH
         except BaseException:
             self._held = [*merged.values(), *self._held]
@@ -326,9 +278,8 @@ class Engine:
         if new == 0 and not finished:
             return None
         tokens, logprobs = report.tokens[row], report.logprobs[row]
-        if (
-            new > STEPS_PER_DISPATCH
-        ):  # a beam search, or an earlier report was never collected: its reader was interrupted
+        # More than a report has: a beam search, or an earlier report was never collected, because its reader was interrupted.
+        if new > STEPS_PER_DISPATCH:
             seqs, length = self.state.seqs, int(report.num_tokens[row])
             tokens, logprobs = (np.asarray(x[row])[:length] for x in (seqs.tokens, seqs.logprobs))
         tokens, logprobs = (x[len(x) - new :].tolist() for x in (tokens, logprobs))
@@ -369,15 +320,3 @@ def _check_like(params, old) -> None:
         shapes = [f"{jnp.result_type(x)}{list(np.shape(x))}" for x in (new[path], was[path])]
         if shapes[0] != shapes[1]:
             raise ConfigError(f"params{name}: {shapes[0]}; the model has {shapes[1]}")
-
-
-def _join(first: Update, then: Update) -> Update:
-    return Update(
-        first.request_id,
-        first.token_ids + then.token_ids,
-        first.logprobs + then.logprobs,
-        then.finish_reason,
-        then.stop_reason,
-        then.index,
-        then.num_cached_tokens,
-    )

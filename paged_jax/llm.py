@@ -1,27 +1,23 @@
 """`LLM`: a model, its text and an engine, with the names that users of vLLM know."""
 
 import os
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from paged_jax.config import EngineConfig, require_int
-from paged_jax.engine import STEPS_PER_DISPATCH, Engine, Update
+from paged_jax.default_sizes import choose_sizes
+from paged_jax.engine import Engine
 from paged_jax.errors import ConfigError, InvalidRequestError
-from paged_jax.models import Detokenizer, Tokenizer, load_model
-from paged_jax.outputs import CompletionOutput, Delta, Metrics, RequestOutput
+from paged_jax.jobs import GrowingOutput, Job, progress_bar
+from paged_jax.models import Tokenizer, load_model
+from paged_jax.outputs import Delta, RequestOutput
+from paged_jax.report import STEPS_PER_DISPATCH, Update
 from paged_jax.requests import Params
 from paged_jax.sampling_params import SamplingParams
-
-CPU_CACHE_BYTES = 2**30
-GPU_CACHE_SHARE = 0.85  # of what the params leave free
 
 type Prompt = str | Sequence[int]
 
@@ -65,7 +61,7 @@ class LLM:
             decoder, loaded = load_model(model, dtype)
             tokenizer = loaded if tokenizer is None else tokenizer
         self.tokenizer = tokenizer
-        config = _engine_config(decoder, block_size, num_blocks, max_model_len, max_num_seqs, max_num_batched_tokens)
+        config = choose_sizes(decoder, block_size, num_blocks, max_model_len, max_num_seqs, max_num_batched_tokens)
         config = replace(config, enable_prefix_caching=enable_prefix_caching)
         self.engine = Engine(*nnx.split(decoder), config, seed=seed)
 
@@ -183,7 +179,7 @@ class LLM:
     def _generate(
         self, prompts: list[Any], params: list[Params], salts: list[Any], progress: bool, alone: bool
     ) -> list[RequestOutput]:
-        ready: list[tuple[_Job, Params, str | None]] = []
+        ready: list[tuple[Job, Params, str | None]] = []
         outputs: list[RequestOutput | None] = [None] * len(prompts)
         for i, (prompt, one, salt) in enumerate(zip(prompts, params, salts, strict=True)):
             text = prompt if isinstance(prompt, str) else None
@@ -196,12 +192,12 @@ class LLM:
                 warnings.warn(f"prompts[{i}] is not served: {error}", stacklevel=3)
                 outputs[i] = RequestOutput(text, [], [], None, error=error)
                 continue
-            ready.append((_Job(i, text, tokens, self.tokenizer), one, salt))
+            ready.append((Job(i, text, tokens, self.tokenizer), one, salt))
         # All are checked before the first is queued: what goes wrong above leaves nothing behind.
         jobs = {self.engine.add_request(job.prompt_tokens, one, cache_salt=salt): job for job, one, salt in ready}
         for request_id, job in jobs.items():
             job.start(self.engine.num_outputs(request_id))
-        bar = _progress_bar(len(jobs)) if progress and jobs else None
+        bar = progress_bar(len(jobs)) if progress and jobs else None
         for update in self._updates(jobs):
             job = jobs[update.request_id]
             ended = job.take(update)
@@ -241,7 +237,7 @@ class LLM:
 
     def _stream(self, tokens: list[int], params: Params | None, cache_salt: str | None) -> Iterator[Delta]:
         request_id = self.engine.add_request(tokens, params, cache_salt=cache_salt)
-        texts = [_Output(self.tokenizer) for _ in range(self.engine.num_outputs(request_id))]
+        texts = [GrowingOutput(self.tokenizer) for _ in range(self.engine.num_outputs(request_id))]
         for update in self._updates({request_id: None}, steps=1):
             text = texts[update.index].take(update)
             yield Delta(text, update.token_ids, update.logprobs, update.finish_reason, update.stop_reason, update.index)
@@ -267,127 +263,3 @@ class LLM:
 
 class _Text(str):
     """A prompt that a chat template wrote: its special tokens are in it."""
-
-
-class _Output:
-    """One output as it grows."""
-
-    def __init__(self, tokenizer: Tokenizer | None):
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer, continues=True)
-        self.text = ""
-        self.last: Update | None = None
-
-    def take(self, update: Update) -> str | None:
-        """The text that the update completes."""
-        self.tokens += update.token_ids
-        self.logprobs += update.logprobs
-        ended = update.finish_reason is not None
-        self.last = update if ended else None
-        if self.detokenizer is None:
-            return None
-        new = self.detokenizer.push(update.token_ids) + (self.detokenizer.flush() if ended else "")
-        self.text += new
-        return new
-
-    def completion(self, index: int) -> CompletionOutput:
-        """What came of it."""
-        assert self.last is not None and self.last.finish_reason is not None
-        return CompletionOutput(
-            index=index,
-            text=None if self.detokenizer is None else self.text,
-            token_ids=self.tokens,
-            cumulative_logprob=sum(self.logprobs),
-            logprobs=self.logprobs,
-            finish_reason=self.last.finish_reason,
-            stop_reason=self.last.stop_reason,
-        )
-
-
-class _Job:
-    """One prompt of a `generate` call as its outputs grow."""
-
-    def __init__(self, index: int, prompt: str | None, tokens: list[int], tokenizer: Tokenizer | None):
-        self.index, self.prompt, self.prompt_tokens = index, prompt, [int(token) for token in tokens]
-        self.tokenizer = tokenizer
-        self.outputs: list[_Output] = []
-        self.arrival, self.first, self.num_cached = time.perf_counter(), None, 0
-
-    def start(self, count: int) -> None:
-        """Begin with `count` outputs."""
-        self.outputs = [_Output(self.tokenizer) for _ in range(count)]
-
-    def take(self, update: Update) -> bool:
-        """Whether all outputs have ended."""
-        if self.first is None and update.token_ids:
-            self.first = time.perf_counter()
-        if update.index == 0:
-            self.num_cached = update.num_cached_tokens
-        self.outputs[update.index].take(update)
-        return all(output.last is not None for output in self.outputs)
-
-    def output(self) -> RequestOutput:
-        completions = [output.completion(index) for index, output in enumerate(self.outputs)]
-        # A beam search may find fewer outputs than beams, where the vocabulary has no more.
-        completions = [c for c in completions if c.token_ids or c.index == 0 or c.finish_reason == "abort"]
-        metrics = Metrics(self.arrival, self.first, time.perf_counter())
-        return RequestOutput(self.prompt, self.prompt_tokens, completions, metrics, num_cached_tokens=self.num_cached)
-
-
-def _progress_bar(total: int):
-    """A function of (new tokens, whether a request ended); None as tokens closes the bar. None where tqdm is absent."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    bar, start, tokens = tqdm(total=total, desc="requests", dynamic_ncols=True), time.perf_counter(), 0
-
-    def advance(new: int | None, ended: bool) -> None:
-        nonlocal tokens
-        if new is None:
-            bar.close()
-            return
-        tokens += new
-        bar.set_postfix_str(f"{tokens} tokens, {tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
-        bar.update(int(ended))
-
-    return advance
-
-
-def _engine_config(
-    decoder, block_size, num_blocks, max_model_len, max_num_seqs, max_num_batched_tokens
-) -> EngineConfig:
-    """Sizes for what was not said."""
-    on_cpu = jax.default_backend() == "cpu"
-    require_int("block_size", block_size, 1)
-    running = (32 if on_cpu else 256) if max_num_seqs is None else require_int("max_num_seqs", max_num_seqs, 1)
-    budget = max(running, 128 if on_cpu else 2048) if max_num_batched_tokens is None else max_num_batched_tokens
-    length = decoder.max_model_len if max_model_len is None else require_int("max_model_len", max_model_len, 2)
-    groups = len(decoder.kv_groups)
-    if num_blocks is not None:
-        require_int("num_blocks", num_blocks, 2)
-    else:
-        wanted = 1 + running * groups * -(-length // block_size)
-        num_blocks = max(2, min(wanted, _cache_bytes() // _block_bytes(decoder, block_size)))
-    if max_model_len is None:
-        length = max(2, min(length, (num_blocks - 1) // groups * block_size))
-    return EngineConfig(
-        num_blocks=num_blocks,
-        max_model_len=length,
-        max_num_seqs=running,
-        max_num_batched_tokens=budget,
-        block_size=block_size,
-    )
-
-
-def _block_bytes(decoder, block_size: int) -> int:
-    layers = max(group.num_layers for group in decoder.kv_groups)
-    return 2 * layers * block_size * decoder.num_kv_heads * decoder.head_dim * jnp.dtype(decoder.dtype).itemsize
-
-
-def _cache_bytes() -> int:
-    stats = jax.devices()[0].memory_stats()
-    if jax.default_backend() == "cpu" or not stats or "bytes_limit" not in stats:
-        return CPU_CACHE_BYTES
-    return int((stats["bytes_limit"] - stats["bytes_in_use"]) * GPU_CACHE_SHARE)

@@ -84,17 +84,21 @@ def filter_threshold(scaled: Float[Array, "S V"], rows: SamplingRows, active) ->
     """
     vocab = scaled.shape[1]
     best = _head(scaled, min(CANDIDATES, vocab))
+
+    def narrow(is_p, threshold):
+        """Leave what top_k leaves, then what top_p leaves: a loop, so that the search is compiled once."""
+
+        def weigh(x):
+            return jnp.where(is_p, jnp.where(x >= threshold[:, None], jnp.exp(x), 0), 1)
+
+        use_k, use_p = (rows.top_k > 0) & (rows.top_k < vocab), rows.top_p < 1
+        use = active & jnp.where(is_p, use_p, use_k)
+        goal = jnp.where(is_p, rows.top_p * jnp.sum(weigh(scaled), axis=1), rows.top_k)
+        found = _largest_threshold(scaled, best, weigh, goal, use)
+        return jnp.maximum(threshold, jnp.where(use, found, -jnp.inf))
+
     threshold = jnp.where(rows.min_p > 0, jnp.log(rows.min_p), -jnp.inf)
-    use_k = active & (rows.top_k > 0) & (rows.top_k < vocab)
-    kth = _largest_threshold(scaled, best, jnp.ones_like, rows.top_k.astype(jnp.float32), use_k)
-    threshold = jnp.maximum(threshold, jnp.where(use_k, kth, -jnp.inf))
-
-    def mass(x):
-        return jnp.where(x >= threshold[:, None], jnp.exp(x), 0)
-
-    use_p = active & (rows.top_p < 1)
-    nucleus = _largest_threshold(scaled, best, mass, rows.top_p * jnp.sum(mass(scaled), axis=1), use_p)
-    return jnp.maximum(threshold, jnp.where(use_p, nucleus, -jnp.inf))
+    return jax.lax.fori_loop(0, 2, lambda i, threshold: narrow(i == 1, threshold), threshold)
 
 
 def _head(x: Float[Array, "S V"], count: int) -> Float[Array, "S count"]:

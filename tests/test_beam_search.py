@@ -21,14 +21,14 @@ MAX_LEN = 40
 
 
 @memoize
-def log_probs(context):
+def log_probs(context, model=MODEL):
     """Of every token after a context: a forward pass of the whole."""
-    return np.asarray(jax.nn.log_softmax(logits_of(MODEL, list(context))[-1])).tolist()
+    return np.asarray(jax.nn.log_softmax(logits_of(model, list(context))[-1])).tolist()
 
 
-def plain(prompt, params, stop_ids=()):
+def plain(prompt, params, stop_ids=(), model=MODEL):
     max_len = min(len(prompt) + params.max_tokens, MAX_LEN)
-    return plain_beam_search(lambda context: log_probs(tuple(context)), prompt, params, stop_ids, max_len)
+    return plain_beam_search(lambda context: log_probs(tuple(context), model), prompt, params, stop_ids, max_len)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +126,41 @@ def test_beside_other_requests_and_under_preemption(request, engine, stop_ids, w
             assert [tokens for tokens, *_ in got] == [tokens for tokens, *_ in alone]
     if which == "small":
         assert chosen.counters.preemptions > 0
+
+
+@pytest.mark.slow
+def test_beams_over_sliding_windows():
+    """Blocks that pass out of the window go back while beams share others; the second run finds the first one's prefixes."""
+    model = load_model(TINY / "mistral-window", "float32")[0]
+    assert any(group.window is not None and group.window < 16 for group in model.kv_groups)
+    sizes = dict(max_num_seqs=8, max_num_batched_tokens=13, num_rows=16, block_size=4, max_beam_width=4, widths=(13,))
+    config = EngineConfig(34, MAX_LEN, **sizes, enable_prefix_caching=True)
+    engine = Engine(*nnx.split(model), config)
+    requests = [(PROMPTS[3], BeamSearchParams(4, max_tokens=14, ignore_eos=True))]
+    requests += [(PROMPTS[2], BeamSearchParams(3, max_tokens=9, ignore_eos=True))]
+    requests += [(PROMPTS[0], SamplingParams(temperature=0, max_tokens=14, ignore_eos=True))]
+    for _ in range(2):
+        got = run(engine, requests)
+        for (prompt, params), outputs in zip(requests[:2], got, strict=False):
+            assert_equal(outputs, plain(prompt, params, model=model))
+        ((greedy, *_),) = got[2]
+        assert greedy == plain(requests[2][0], BeamSearchParams(1, max_tokens=14), model=model)[0][0]
+
+
+def test_a_search_goes_on_over_an_update_of_the_params_but_leaves_nothing_known(small, stop_ids):
+    prompt, params = random_prompts(22, [12], vocab_size=256)[0], BeamSearchParams(3, max_tokens=8)
+    request_id = small.add_request(prompt, params)
+    small.run(4)
+    small.update_params(small.params)
+    outputs = {}
+    while small.has_unfinished():
+        for u in small.step():
+            assert u.request_id == request_id
+            outputs[u.index] = (u.token_ids, u.logprobs, u.finish_reason)
+        assert check_integrity(small.state) == []
+    assert_equal([outputs[k] for k in sorted(outputs)], plain(prompt, params, stop_ids))
+    small.add_request(prompt, SamplingParams(temperature=0, max_tokens=1))
+    assert [u.num_cached_tokens for u in small.run(4)] == [0], "older params computed some of what is there"
 
 
 def test_width_one_is_greedy(engine):

@@ -44,6 +44,15 @@ def test_smollm2_gives_every_recorded_token_in_chunks_and_under_preemption(recor
     answered = llm.chat([{"role": "user", "content": question}], greedy, progress=False)
     assert answered[0].prompt_token_ids == chat["prompt_token_ids"]
     assert answered[0].outputs[0].token_ids == chat["token_ids"][:8]
+    # A second turn finds the first one's blocks, those of its answer too.
+    question = "Write a short story about a lost key."
+    longer = SamplingParams(temperature=0, max_tokens=40)
+    first = llm.chat([{"role": "user", "content": question}], longer, progress=False)[0]
+    turns = [("user", question), ("assistant", first.outputs[0].text), ("user", "Say that in other words.")]
+    second = llm.chat([dict(role=role, content=text) for role, text in turns], greedy, progress=False)[0]
+    length = len(first.prompt_token_ids) + len(first.outputs[0].token_ids)
+    assert second.prompt_token_ids[: length - 1] == (first.prompt_token_ids + first.outputs[0].token_ids)[:-1]
+    assert second.num_cached_tokens == (length - 1) // 16 * 16 > len(first.prompt_token_ids)
     streamed = list(llm.stream(chat["prompt_token_ids"], greedy))
     assert [token for delta in streamed for token in delta.token_ids] == chat["token_ids"][:8]
     assert "".join(delta.text or "" for delta in streamed) == answered[0].outputs[0].text

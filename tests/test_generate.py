@@ -39,7 +39,14 @@ def test_more_prompts_than_run_at_once_in_one_call_with_a_limit_each():
     prompts = random_prompts(0, [3, 7, 5, 1, 9, 2])
     limits = [5, 6, 7, 8, 9, 10]
     out = generate(
-        *nnx.split(TOY), *pad(prompts), KEY, max_new_tokens=limits, temperature=0.0, max_num_seqs=2, block_size=4
+        *nnx.split(TOY),
+        *pad(prompts),
+        KEY,
+        max_new_tokens=limits,
+        temperature=0.0,
+        max_num_seqs=2,
+        block_size=4,
+        max_num_batched_tokens=8,
     )
     assert out.tokens.shape == (6, 1, 10)
     for i, prompt in enumerate(prompts):
@@ -54,7 +61,7 @@ def test_more_prompts_than_run_at_once_in_one_call_with_a_limit_each():
 
 def test_a_pool_too_small_for_all_gives_the_same_tokens():
     prompts = random_prompts(1, [3, 7, 5, 9])
-    options = dict(max_new_tokens=12, temperature=0.0, block_size=4)
+    options = dict(max_new_tokens=12, temperature=0.0, block_size=4, max_num_batched_tokens=4)  # one width
     roomy = generate(*nnx.split(TOY), *pad(prompts), KEY, **options)
     tight = generate(*nnx.split(TOY), *pad(prompts), KEY, num_blocks=9, **options)
     assert int(tight.stats.preemptions) > 0 and int(roomy.stats.preemptions) == 0
@@ -87,7 +94,7 @@ def test_stop_ids_end_a_sample_and_stay_in_it():
 def test_a_cache_is_handed_from_call_to_call_and_keeps_the_callers_rows():
     prompts = pad(random_prompts(4, [3, 7, 5]))
     config = CacheConfig.for_decoder(TOY, num_blocks=12, block_size=4)
-    options = dict(max_new_tokens=5, temperature=0.0)
+    options = dict(max_new_tokens=5, temperature=0.0, max_num_batched_tokens=3)
     want = generate(*nnx.split(TOY), *prompts, KEY, block_size=4, **options).tokens
     cache = init_cache(config)
     for _ in range(2):
@@ -131,6 +138,7 @@ def llama(num_kv_heads=4):
 def sampled():
     prompts = pad(random_prompts(6, [3, 9, 1, 5, 7], vocab_size=128))
     options = dict(max_new_tokens=8, num_samples=2, block_size=4, temperature=0.8, top_k=20)
+    options |= dict(max_num_seqs=10, max_num_batched_tokens=10)
     return prompts, options, generate(*llama(), *prompts, KEY, **options)
 
 
@@ -147,7 +155,8 @@ def test_samples_differ_from_each_other_and_repeat_with_their_key(sampled):
 @pytest.mark.slow
 def test_sampled_tokens_do_not_depend_on_who_runs_beside_them(sampled):
     prompts, options, out = sampled
-    crowded = generate(*llama(), *prompts, KEY, max_num_seqs=2, max_num_batched_tokens=4, num_blocks=8, **options)
+    options = options | dict(max_num_seqs=2, max_num_batched_tokens=4, num_blocks=8)
+    crowded = generate(*llama(), *prompts, KEY, **options)
     np.testing.assert_array_equal(crowded.tokens, out.tokens)
 
 
@@ -168,7 +177,7 @@ def test_sharded_params_give_the_same_tokens(axis_type, num_kv_heads):
     assert jax.device_count() >= 4, "the tests' conftest asks for 4 virtual CPU devices"
     graphdef, params = llama(num_kv_heads)
     prompts = pad(random_prompts(7, [3, 9, 1, 5, 7], vocab_size=128))
-    options = dict(max_new_tokens=8, temperature=0.0, block_size=4, max_num_seqs=3)
+    options = dict(max_new_tokens=8, temperature=0.0, block_size=4, max_num_seqs=3, max_num_batched_tokens=3)
     want = generate(graphdef, params, *prompts, KEY, **options)
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(axis_type,), devices=jax.devices()[:4])
 

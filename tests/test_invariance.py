@@ -55,12 +55,14 @@ def alone(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("budget", "running", "num_blocks"),
-    [(16, 16, 400), (64, 24, 400), (512, 24, 400), (64, 24, 30)],
+    ("budget", "running", "num_blocks", "widths"),
+    [(16, 16, 400, None), (64, 24, 400, None), (512, 24, 400, (512,)), (64, 24, 30, (64,))],
     ids=["16 a step", "64 a step", "512 a step", "preempted"],
 )
-def test_tokens_are_the_same_alone_and_in_batches(model, alone, budget, running, num_blocks):
-    config = EngineConfig(num_blocks, 64, max_num_seqs=running, max_num_batched_tokens=budget, block_size=4)
+def test_tokens_are_the_same_alone_and_in_batches(model, alone, budget, running, num_blocks, widths):
+    config = EngineConfig(
+        num_blocks, 64, max_num_seqs=running, max_num_batched_tokens=budget, block_size=4, widths=widths
+    )
     engine = Engine(*model, config)
     for count in (2, 7, 24):
         assert run(engine, count) == alone[:count]
@@ -94,4 +96,5 @@ def test_what_unused_pages_hold_never_matters(name):
     model = nnx.split(load_model(TINY / name, "float32")[0])
     config = EngineConfig(30, 64, max_num_seqs=6, max_num_batched_tokens=16, block_size=4, widths=(16,))
     engine = Engine(*model, config)
-    assert run(engine, 7, between=poison) == run(Engine(*model, config), 7)
+    clean = run(engine, 7)
+    assert run(engine, 7, between=poison) == clean

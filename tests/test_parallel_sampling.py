@@ -40,6 +40,14 @@ def engine():
     return make_engine()
 
 
+@pytest.fixture(scope="module")
+def over_windows():
+    """Engines of a model with full and sliding-window layers: a whole prompt a step, and in chunks without and with caching."""
+    model = ToyDecoder(windows=(None, 5), max_model_len=64)
+    whole = make_engine(120, model, max_num_batched_tokens=40, widths=(40,))
+    return whole, make_engine(120, model), make_engine(120, model, enable_prefix_caching=True)
+
+
 def test_outputs_differ_repeat_and_the_first_is_that_of_a_single_request(engine):
     (prompt,) = random_prompts(1, [13])
     ((alone,),) = outputs(engine, (prompt, sampling(1)))
@@ -75,7 +83,7 @@ def test_blocks_at_peak_are_the_shared_prompt_and_each_outputs_own_rest():
     assert ideal <= engine.counters.peak_blocks <= ideal + 8
 
 
-@pytest.mark.parametrize("num_blocks", [9, 14, 20])
+@pytest.mark.parametrize("num_blocks", [9, 20])
 def test_a_small_pool_and_few_places_give_the_same_outputs(engine, num_blocks):
     """Children are preempted and resumed on their own, and wait as ordinary rows where the parent has ended before they start."""
     requests = [
@@ -88,24 +96,22 @@ def test_a_small_pool_and_few_places_give_the_same_outputs(engine, num_blocks):
     assert (small.counters.preemptions > 0) == (num_blocks < 20)
 
 
-def test_a_window_that_has_passed_the_prompt_makes_a_late_child_start_by_itself():
-    model = ToyDecoder(windows=(None, 5), max_model_len=64)
-    wide, narrow = (make_engine(80, model, max_num_seqs=size, max_num_batched_tokens=16) for size in (6, 2))
+def test_a_window_that_has_passed_the_prompt_makes_a_late_child_start_by_itself(over_windows):
+    _, wide, _ = over_windows
+    narrow = make_engine(80, ToyDecoder(windows=(None, 5), max_model_len=64), max_num_seqs=2)
     (prompt,) = random_prompts(6, [11])
     request = (prompt, sampling(5, max_tokens=14))
     assert outputs(narrow, request) == outputs(wide, request)
 
 
 @pytest.mark.parametrize("length", [37, 38, 40])
-def test_a_window_and_a_prompt_in_chunks(length):
+def test_a_window_and_a_prompt_in_chunks(over_windows, length):
     """Who shares a prompt whose last chunk is of this step must find the blocks of that chunk too, in every group."""
-    model = ToyDecoder(windows=(None, 5), max_model_len=64)
     (prompt,) = random_prompts(length, [length])
     request = (prompt, sampling(3, max_tokens=6))
-    whole = make_engine(120, model, max_num_batched_tokens=40, widths=(40,), enable_prefix_caching=False)
-    for caching in (False, True):
-        chunked = make_engine(120, model, max_num_batched_tokens=16, enable_prefix_caching=caching)
-        assert outputs(chunked, request) == outputs(whole, request)
+    whole, *chunked = over_windows
+    for engine in chunked:
+        assert outputs(engine, request) == outputs(whole, request)
 
 
 def test_aborting_a_request_ends_all_its_outputs(engine):
@@ -118,13 +124,12 @@ def test_aborting_a_request_ends_all_its_outputs(engine):
     assert not engine.has_unfinished() and len(free_queue(engine.state.cache.pool)) == 59
 
 
-def test_a_row_reused_while_a_child_waits_is_nobodys_parent():
+def test_a_row_reused_while_a_child_waits_is_nobodys_parent(engine):
     """The first output ends at once; its row goes to another request before the last output has started."""
-    engine = make_engine(60, max_num_seqs=1, max_num_batched_tokens=16, num_rows=2)
+    narrow = make_engine(60, max_num_seqs=1, num_rows=2)
     first, second = random_prompts(8, [7, 9])
-    wide = make_engine(60)
     requests = [(first, sampling(2, max_tokens=1)), (second, sampling(1, seed=5, max_tokens=9))]
-    assert outputs(engine, *requests) == [outputs(wide, request)[0] for request in requests]
+    assert outputs(narrow, *requests) == [outputs(engine, request)[0] for request in requests]
 
 
 def test_what_cannot_be_is_refused(engine):

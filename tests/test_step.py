@@ -30,8 +30,7 @@ def greedy_rows(prompts, num_rows, max_len, new_tokens):
     )
 
 
-@pytest.mark.parametrize("windows", [(None,), (5,), (None, 5)])
-@pytest.mark.parametrize("num_blocks", [100, 12])
+@pytest.mark.parametrize(("windows", "num_blocks"), [((None,), 12), ((5,), 12), ((None, 5), 12), ((None, 5), 100)])
 def test_tokens_do_not_depend_on_the_pool_or_on_the_batch(windows, num_blocks):
     model = ToyDecoder(windows=windows)
     config = EngineConfig(num_blocks, max_model_len=40, max_num_seqs=4, max_num_batched_tokens=16, block_size=4)

@@ -15,6 +15,7 @@ MAGIC = b"GGUF"
 # Metadata value types by number; 8 is a string, 9 an array of one of the others.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+MAX_DEPTH = 8  # of arrays in arrays; known files have none
 LONG_ROW = 2**16  # values that are dequantised as one row
 PLAIN = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 
@@ -133,7 +134,9 @@ class _Cursor:
         self.offset += size
         return text
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if depth > MAX_DEPTH:
+            raise ModelLoadError(f"{self.path}: arrays in arrays, {MAX_DEPTH} deep, before byte {self.offset}")
         if kind in SCALARS:
             return self.scalar(SCALARS[kind])
         if kind == STRING:
@@ -143,7 +146,7 @@ class _Cursor:
         item, count = self.scalar("I"), self.scalar("Q")
         if item in SCALARS:
             return list(self.scalars(SCALARS[item], count))
-        return [self.value(item) for _ in range(count)]
+        return [self.value(item, depth + 1) for _ in range(count)]
 
     def _check(self, size: int) -> None:
         if self.offset + size > len(self.data):

@@ -169,6 +169,8 @@ def _eos_token_ids(directory: Path, keys: Settings) -> tuple[int, ...]:
     for settings in ([read_json(path)] if path.exists() else []) + [keys]:
         ids = settings.get("eos_token_id", (int, list))
         if ids is not None:
+            if isinstance(ids, list) and any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+                raise ModelLoadError(f"{settings.origin}: key 'eos_token_id' is {ids!r:.80}, expected ids")
             return tuple(dict.fromkeys(ids if isinstance(ids, list) else [ids]))
     return ()
 

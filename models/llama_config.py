@@ -8,6 +8,8 @@ from paged_jax.models.rope import RopeConfig, inverse_frequencies
 
 DTYPES = ("float32", "bfloat16")
 
+MAX_LAYERS, MAX_HEAD_DIM = 10_000, 65_536
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
@@ -51,6 +53,12 @@ class LlamaConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        for name, most in (
+            ("num_layers", MAX_LAYERS),
+            ("head_dim", MAX_HEAD_DIM),
+        ):  # a number from a damaged file is found here
+            if isinstance(value := getattr(self, name), int) and value > most:
+                raise ValueError(f"{name} must be at most {most}, got {value}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim == 0:

@@ -28,16 +28,24 @@ def load_model(
     bfloat16 elsewhere. The tokenizer is None where the checkpoint has none. Raises ModelLoadError for a checkpoint that
     cannot be read as it stands and MissingExtraError when `paged-jax[text]` is not installed.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ModelLoadError(f"model={path!r:.80}: a path or a name is needed, got {type(path).__name__}")
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
     file = (
         packaged_model(path) if isinstance(path, str) and path in PACKAGED and not Path(path).exists() else Path(path)
     )
-    if file.is_dir():
+    try:
+        is_directory, is_file = file.is_dir(), file.is_file()
+    except (OSError, ValueError) as error:  # a name too long, or with a null byte
+        raise ModelLoadError(f"model={str(file)!r:.80}: cannot be a path: {error!s:.80}") from error
+    if is_directory:
         return _load_directory(file, dtype)
-    if file.is_file():
+    if is_file:
         return _load_gguf(file, dtype)
-    raise ModelLoadError(f"{file} does not exist: expected a directory, a GGUF file or one of {', '.join(PACKAGED)}")
+    raise ModelLoadError(
+        f"{file} does not exist: expected a directory, a GGUF file or one of {', '.join(PACKAGED)}; nothing is downloaded"
+    )
 
 
 def packaged_model(name: str) -> Path:
@@ -55,6 +63,8 @@ def packaged_model(name: str) -> Path:
 
 
 def _load_directory(directory: Path, dtype: str) -> tuple[Llama, Tokenizer | None]:
+    if not (directory / "config.json").exists():
+        raise ModelLoadError(f"{directory}: has no config.json, expected the directory of a Hugging Face checkpoint")
     config = hf.read_config(directory, "float32" if dtype == "auto" else dtype)
     source = hf.open_tensors(directory, tied=config.tie_embeddings)
     if dtype == "auto":

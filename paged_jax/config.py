@@ -14,6 +14,8 @@ def require_int(name: str, value: object, least: int) -> int:
         raise ConfigError(f"{name}={value!r}: an int is needed, got {type(value).__name__}")
     if value < least:
         raise ConfigError(f"{name}={value}: must be at least {least}")
+    if value > 2**30:  # positions and counts are 32 bits wide on the device
+        raise ConfigError(f"{name}={value}: must be at most {2**30}")
     return value
 
 
@@ -49,9 +51,13 @@ class CacheConfig:
             if window is not None:
                 require_int("windows", window, 1)
         try:
+            if self.dtype is None:  # numpy takes it for float64
+                raise TypeError("None")
             object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
         except TypeError as error:
             raise ConfigError(f"dtype={self.dtype!r}: a floating-point dtype is needed") from error
+        if not isinstance(self.prefix_caching, bool):
+            raise ConfigError(f"prefix_caching={self.prefix_caching!r}: a bool is needed")
         if not jnp.issubdtype(self.dtype, jnp.floating):
             raise ConfigError(f"dtype={self.dtype!r}: a floating-point dtype is needed")
 
@@ -152,10 +158,12 @@ class EngineConfig:
 
     def _check_widths(self):
         widths = self.widths
-        if not isinstance(widths, tuple) or not widths or list(widths) != sorted(set(widths)):
+        if not isinstance(widths, tuple) or not widths:
             raise ConfigError(f"widths={widths!r}: an ascending tuple of token counts is needed")
         for width in widths:
             require_int("widths", width, 1)
+        if list(widths) != sorted(set(widths)):
+            raise ConfigError(f"widths={widths!r}: an ascending tuple of token counts is needed")
         if widths[-1] != self.max_num_batched_tokens:
             raise ConfigError(
                 f"widths={widths!r}: the last must be max_num_batched_tokens={self.max_num_batched_tokens}"

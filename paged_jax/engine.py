@@ -11,6 +11,7 @@ import collections
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
@@ -43,12 +44,21 @@ def _run(graphdef, config: EngineConfig, sizes, params, state: step.EngineState,
 
 
 class Engine:
-    """Continuous batching over a decoder: add requests at any time, call `step` or `run` until none is left.
+    """Continuous batching over a decoder: add requests at any time, call `step()` or `run(max_steps)` until none is left.
 
-    `state` is the device's side, a pytree. Raises ConfigError where the config asks for more than the decoder can do.
+    `state` is the device's side, a pytree. Saved, it can be inspected, or gone on from with `paged_jax.step.run`; an engine does
+    not serve the rows of a state that is put in from outside, for whose rows are whose is known on the host alone. Raises
+    ConfigError where the config asks for more than the decoder can do.
     """
 
     def __init__(self, graphdef, params, config: EngineConfig, *, seed: int = 0):
+        if not isinstance(graphdef, nnx.GraphDef) or not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"graphdef, config: a {type(graphdef).__name__} and a {type(config).__name__}; "
+                "`Engine(*nnx.split(model), EngineConfig(...))` is needed"
+            )
+        if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
+            raise ConfigError(f"seed={seed!r:.40}: an int of at least 0 is needed")
         model = nnx.merge(graphdef, params)
         if config.max_model_len > model.max_model_len:
             raise ConfigError(
@@ -151,7 +161,7 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state; its last update, with reason "abort", comes with the next. False if it is not known."""
-        request = self._live.get(request_id)
+        request = self._live.get(request_id) if isinstance(request_id, str) else None
         if request is None:
             return False
         if request in self._queue:
@@ -195,7 +205,7 @@ class Engine:
 
     def num_outputs(self, request_id: str) -> int:
         """Outputs of an unfinished request, each of which is owed an end. Raises InvalidRequestError for other ids."""
-        if request_id not in self._live:
+        if not isinstance(request_id, str) or request_id not in self._live:
             raise InvalidRequestError(f"request_id={request_id!r}: is no unfinished request's")
         return self._live[request_id].num_outputs
 

@@ -5,6 +5,7 @@ jitted, can be called inside a `jit`, and expect distinct rows.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,14 +38,19 @@ def allocate_slots(
     Not ok when the free blocks or the tables' width do not suffice. Raises ConfigError for a count below 1 or a row outside
     the table, where they are concrete.
     """
-    rows, new = _concrete_rows(config, rows), jnp.atleast_1d(jnp.asarray(num_new_tokens, jnp.int32))
-    if not isinstance(new, Tracer) and np.any(np.asarray(new) < 1):
-        raise ConfigError(f"num_new_tokens={np.asarray(new).tolist()}: each row must ask for at least 1")
+    _check_fits(config, cache)
+    rows, new = _concrete_rows(config, rows), _counts("num_new_tokens", num_new_tokens, 1)
+    reserved, must_fit = _counts("reserved_blocks", reserved_blocks, 0), _counts("must_fit_tokens", must_fit_tokens, 0)
+    if reserved.shape != (1,) or must_fit.shape not in ((1,), rows.shape):
+        raise ConfigError(
+            f"reserved_blocks, must_fit_tokens: shapes {reserved.shape} and {must_fit.shape} for {rows.shape[0]} rows; one count, "
+            "and one, or one a row, are needed"
+        )
     if new.shape not in ((1,), rows.shape):
         raise ConfigError(
             f"num_new_tokens: shape {new.shape} for {rows.shape[0]} rows; one count, or one a row, is needed"
         )
-    return _allocate(config, cache, rows, new, jnp.asarray(reserved_blocks), jnp.asarray(must_fit_tokens))
+    return _allocate(config, cache, rows, new, reserved[0], must_fit)
 
 
 def fork(config: CacheConfig, cache: PagedCache, parent, children) -> tuple[PagedCache, Bool[Array, ""]]:
@@ -52,6 +58,7 @@ def fork(config: CacheConfig, cache: PagedCache, parent, children) -> tuple[Page
 
     Not ok when a child row is in use. Raises ConfigError for a row outside the table, where they are concrete.
     """
+    _check_fits(config, cache)
     parents = _concrete_rows(config, parent)
     if parents.shape != (1,):
         raise ConfigError(f"parent={parent!r:.80}: one row is needed, got {parents.shape[0]}")
@@ -64,38 +71,73 @@ def free(config: CacheConfig, cache: PagedCache, rows) -> tuple[PagedCache, Bool
     Not ok, and nothing released, when a block has fewer references than that. Raises ConfigError for a row outside the
     table, where they are concrete.
     """
+    _check_fits(config, cache)
     return _free(cache, _concrete_rows(config, rows))
 
 
 def _concrete_rows(config: CacheConfig, rows) -> Int[Array, "k"]:
-    rows = jnp.atleast_1d(jnp.asarray(rows, jnp.int32))
+    rows = _integers("rows", rows)
     if not isinstance(rows, Tracer):
-        listed = np.asarray(rows).tolist()
+        listed = rows.tolist()
         if any(not 0 <= row < config.max_rows for row in listed):
             raise ConfigError(f"rows={listed}: each must be from 0 to {config.max_rows - 1}")
         if len(set(listed)) < len(listed):
             raise ConfigError(f"rows={listed}: each row may be named once")
-    return rows
+    return jnp.asarray(rows, jnp.int32)
+
+
+def _counts(name: str, values, least: int) -> Int[Array, "k"]:
+    """Counts that are at least `least`, where they are concrete; what does not fit 32 bits is more than any pool has."""
+    values = _integers(name, values)
+    if isinstance(values, Tracer):
+        return values.astype(jnp.int32)
+    if np.any(values < least):
+        raise ConfigError(f"{name}={values.tolist()}: must be at least {least}")
+    return jnp.asarray(np.minimum(values, 2**30), jnp.int32)
+
+
+def _integers(name: str, values) -> Any:
+    """One dimension of integers, on the host where they are concrete."""
+    if not isinstance(values, Tracer):
+        values = np.asarray(values)
+    if not jnp.issubdtype(values.dtype, jnp.integer) or values.ndim > 1 or values.size == 0:
+        raise ConfigError(f"{name}={values!r:.80}: an int, or a row of ints, is needed")
+    return values.reshape(-1)
+
+
+def _check_fits(config: CacheConfig, cache: PagedCache) -> None:
+    """Raise ConfigError where the cache was not made with these sizes."""
+    has = (cache.pool.num_blocks, *cache.tables.blocks.shape)
+    needs = (config.num_blocks, config.num_groups, config.max_rows, config.max_blocks_per_row)
+    if has != needs or any(pages.shape[1] != config.block_size for pages in cache.kv.k_pages):
+        raise ConfigError(
+            f"config: is for blocks, groups, rows and table columns {needs}, the cache has {has}, or other blocks"
+        )
 
 
 @partial(jax.jit, static_argnums=0)
 def _allocate(config: CacheConfig, cache: PagedCache, rows, new, reserved_blocks, must_fit):
     tables, width = cache.tables, config.max_blocks_per_row
-    have = tables.num_tokens[rows]
-    need = missing_blocks(tables, rows, have + new, config.block_size)
-    whole = missing_blocks(tables, rows, jnp.maximum(have + new, must_fit), config.block_size)
+    have, most = tables.num_tokens[rows], width * config.block_size
+    # Clipped, so that no sum of theirs wraps.
+    asked, must_fit = jnp.minimum(new, most + 1), jnp.minimum(must_fit, most + 1)
+    need = missing_blocks(tables, rows, have + asked, config.block_size)
+    whole = jnp.maximum(have + asked, must_fit)
+    whole = missing_blocks(tables, rows, whole, config.block_size)
     copies = copies_needed(config, cache, rows, have, jnp.ones_like(rows, bool))
+    repeated = jnp.any(jnp.tril(rows[:, None] == rows[None], -1))
     ok = (
-        (jnp.sum(whole) + jnp.sum(copies) <= cache.pool.num_free - reserved_blocks)
-        & jnp.all(new <= width * config.block_size - have)
+        (jnp.sum(whole) + jnp.sum(copies) <= cache.pool.num_free - jnp.clip(reserved_blocks, 0, config.num_blocks))
+        & jnp.all((new > 0) & (new <= most - have) & (must_fit <= most))
         & _are_rows(tables, rows)
+        & ~repeated
     )
     need, copies = jnp.where(ok, need, 0), copies & ok
-    most = min(need.size * width, config.num_blocks)
+    widest = min(need.size * width, config.num_blocks)
     count = jnp.sum(need) + jnp.sum(copies, dtype=jnp.int32)
-    cache = make_ready(cache, count, min(most + need.size, config.num_blocks))
+    cache = make_ready(cache, count, min(widest + need.size, config.num_blocks))
     cache, pages = copy_on_write(config, cache, rows, have, copies)
-    cache = grow(cache, rows, need, jnp.where(ok, have + new, have), most)
+    cache = grow(cache, rows, need, jnp.where(ok, have + new, have), widest)
     return cache.replace(kv=copy_pages(cache.kv, pages)), ok
 
 
@@ -103,6 +145,7 @@ def _allocate(config: CacheConfig, cache: PagedCache, rows, new, reserved_blocks
 def _fork(cache: PagedCache, parent, children):
     tables = cache.tables
     ok = jnp.all(tables.num_tokens[children] == 0) & jnp.all(tables.num_blocks[:, children] == 0)
+    ok &= ~jnp.any(jnp.tril(children[:, None] == children[None], -1))
     ok = ok & jnp.all(children != parent) & _are_rows(tables, children) & _are_rows(tables, parent)
     shared, blocks = read_before_write(tables.blocks, (slice(None), parent))
     cache = cache.replace(tables=tables.replace(blocks=blocks))

@@ -22,7 +22,7 @@ from paged_jax.config import CacheConfig, EngineConfig
 from paged_jax.errors import ConfigError, InvalidRequestError
 from paged_jax.requests import blocks_at_most
 from paged_jax.sampling import SamplingRows
-from paged_jax.sampling_params import GREEDY_BELOW, check_int
+from paged_jax.sampling_params import GREEDY_BELOW, HOTTEST, check_int
 from paged_jax.sequences import INVALID, NewSequences
 
 MAX_RUNNING = 64  # sequences running at once, where the caller does not say
@@ -89,11 +89,13 @@ def generate(
     Raises ConfigError where the static sizes cannot work and InvalidRequestError for a parameter out of range, where they are
     concrete. A bad prompt ends its own row alone.
     """
-    if isinstance(graphdef, nnx.Module):
+    if not isinstance(graphdef, nnx.GraphDef) or isinstance(params, nnx.Module | nnx.GraphDef):
         raise ConfigError(
-            f"graphdef={type(graphdef).__name__} module: `graphdef, params = nnx.split(model)` first, and pass both"
+            f"graphdef, params: a {type(graphdef).__name__} and a {type(params).__name__}; pass `graphdef, params = "
+            "nnx.split(model)`, in that order"
         )
-    prompts, prompt_lens = _as_ids(prompts), _as_ids(prompt_lens)
+    prompts, prompt_lens = _as_ids("prompts", prompts), _as_ids("prompt_lens", prompt_lens)
+    _check_key(key)
     if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer) or 0 in prompts.shape:
         raise ConfigError(f"prompts: shape {prompts.shape} of {prompts.dtype}; int token ids [B, P] are needed")
     batch = prompts.shape[0]
@@ -103,6 +105,9 @@ def generate(
     prompts, prompt_lens = prompts.astype(jnp.int32), prompt_lens.astype(jnp.int32)
     num_samples = check_int("num_samples", num_samples, 1)
     limits = _limits(max_new_tokens, batch)
+    for name, ids in (("eos_ids", eos_ids), ("stop_ids", stop_ids)):
+        if isinstance(ids, str | bytes) or not isinstance(ids, Sequence | np.ndarray):
+            raise InvalidRequestError(f"{name}={ids!r:.80}: a sequence of token ids is needed")
     stops = tuple(check_int("eos_ids, stop_ids", token, 0) for token in (*eos_ids, *stop_ids))
 
     rows = batch * num_samples
@@ -110,6 +115,8 @@ def generate(
     budget = max_num_batched_tokens
     if budget is None:
         budget = max(running, min(MAX_TOKENS_A_STEP, running * prompts.shape[1]))
+    if cache is not None and not isinstance(cache, PagedCache):
+        raise ConfigError(f"cache={cache!r:.80}: a PagedCache of `init_cache` is needed")
     if cache is not None:
         num_blocks, block_size = cache.pool.num_blocks, _block_size(cache)
     config = EngineConfig(
@@ -122,8 +129,10 @@ def generate(
         max_stop_ids=max(len(stops), 1),
     )
     filters = {
-        "temperature": _per_prompt("temperature", temperature, batch, "0 or above", lambda x: x >= 0),
-        "top_k": _per_prompt("top_k", top_k, batch, "0 or above", lambda x: x >= 0),
+        "temperature": _per_prompt(
+            "temperature", temperature, batch, f"from 0 to {HOTTEST:g}", lambda x: (0 <= x) & (x <= HOTTEST)
+        ),
+        "top_k": _per_prompt("top_k", top_k, batch, "0 or above", lambda x: x >= 0, whole=True),
         "top_p": _per_prompt("top_p", top_p, batch, "in (0, 1]", lambda x: (0 < x) & (x <= 1)),
         "min_p": _per_prompt("min_p", min_p, batch, "in [0, 1]", lambda x: (0 <= x) & (x <= 1)),
     }
@@ -143,13 +152,26 @@ def generate(
     )
 
 
-def _as_ids(values) -> Array:
+def _as_ids(name: str, values) -> Array:
     """An array; what does not fit 32 bits becomes the greatest or least id there is, of no vocabulary, instead of wrapping."""
     if not isinstance(values, jax.Array):
-        values = np.asarray(values)
+        try:
+            values = np.asarray(values)
+        except ValueError as error:
+            raise ConfigError(f"{name}={values!r:.80}: rows of one length are needed, padded where shorter") from error
+        if not np.issubdtype(values.dtype, np.number):
+            raise ConfigError(f"{name}={values!r:.80}: int token ids and lengths are needed, not {values.dtype}")
         if values.dtype in (np.int64, np.uint64, np.uint32):
             values = np.clip(values, -(2**31) if values.dtype == np.int64 else 0, 2**31 - 1).astype(np.int32)
     return jnp.asarray(values)
+
+
+def _check_key(key) -> None:
+    is_key = isinstance(key, jax.Array | np.ndarray) and (
+        key.ndim == 0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key.dtype == jnp.uint32 and key.ndim == 1
+    )
+    if not is_key:
+        raise InvalidRequestError(f"key={key!r:.80}: a key of jax.random is needed, `jax.random.key(0)`")
 
 
 def _limits(max_new_tokens, batch: int) -> np.ndarray:
@@ -160,13 +182,18 @@ def _limits(max_new_tokens, batch: int) -> np.ndarray:
         raise InvalidRequestError(
             f"max_new_tokens={max_new_tokens!r:.80}: an int, or one for each of {batch} prompts, is needed"
         )
-    if limits.min() < 1:
-        raise InvalidRequestError(f"max_new_tokens={max_new_tokens!r:.80}: must be at least 1")
+    if limits.min() < 1 or limits.max() > 2**30:
+        raise InvalidRequestError(f"max_new_tokens={max_new_tokens!r:.80}: must be from 1 to {2**30}")
     return np.broadcast_to(limits, (batch,)).astype(np.int32)
 
 
-def _per_prompt(name: str, value, batch: int, accepted: str, accepts) -> Array:
-    array = jnp.asarray(value)
+def _per_prompt(name: str, value, batch: int, accepted: str, accepts, *, whole: bool = False) -> Array:
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequestError(f"{name}={value!r:.80}: numbers are needed") from error
+    if not (jnp.issubdtype(array.dtype, jnp.integer) or (whole is False and jnp.issubdtype(array.dtype, jnp.floating))):
+        raise InvalidRequestError(f"{name}: {array.dtype}; {'ints are' if whole else 'real numbers are'} needed")
     if array.shape not in ((), (batch,)):
         raise InvalidRequestError(
             f"{name}: shape {array.shape}; one value, or one for each of {batch} prompts, is needed"

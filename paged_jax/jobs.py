@@ -81,6 +81,7 @@ def progress_bar(total: int):
     except ImportError:
         return None
     bar, start, tokens = tqdm(total=total, desc="requests", dynamic_ncols=True), time.perf_counter(), 0
+    bar.set_postfix_str("an engine's first run compiles it")
 
     def advance(new: int | None, ended: bool) -> None:
         nonlocal tokens

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -81,7 +82,9 @@ class LLM:
         Raises InvalidRequestError for a bad prompt given alone; in a list it warns, and that prompt's output says so in
         `error`, while the others are served.
         """
-        many = (Sequence, np.ndarray)
+        if isinstance(prompts, jax.Array):
+            prompts = np.asarray(prompts).tolist()
+        many = (Sequence, np.ndarray, jax.Array)
         if not isinstance(prompts, many):
             raise InvalidRequestError(f"prompts={prompts!r:.80}: a text, token ids, or a list of either is needed")
         alone = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], many))
@@ -146,6 +149,13 @@ class LLM:
         self, prompt: Prompt, sampling_params: Params | None = None, *, cache_salt: str | None = None
     ) -> Iterator[Delta]:
         """The outputs of one prompt as they grow, those of a beam search at its end. Closing the iterator aborts the request."""
+        if (
+            isinstance(prompt, Sequence)
+            and len(prompt) > 0
+            and isinstance(prompt[0], str)
+            and not isinstance(prompt, str)
+        ):
+            raise InvalidRequestError(f"prompt={prompt!r:.80}: a stream is of one prompt, a text or token ids")
         _, tokens = self._encode(prompt)
         self.engine.check_request(tokens, sampling_params, cache_salt=cache_salt)
         return self._stream(tokens, sampling_params, cache_salt)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
+import jax
 import numpy as np
 
 from paged_jax.beams import NEVER, WHEN_BEST, WHEN_FULL, NewBeams
@@ -57,8 +58,12 @@ class Output:
 
 def check_prompt(prompt: object, vocab_size: int, max_model_len: int) -> list[int]:
     """Token ids as a list of ints. Raises InvalidRequestError for an empty, overlong or foreign prompt."""
+    if isinstance(prompt, jax.Array):
+        prompt = np.asarray(prompt)
     if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence | np.ndarray):
         raise InvalidRequestError(f"prompt={prompt!r:.80}: a list of token ids is needed, got {type(prompt).__name__}")
+    if isinstance(prompt, np.ndarray) and prompt.ndim != 1:
+        raise InvalidRequestError(f"prompt: an array of shape {prompt.shape}; one row of token ids is needed")
     if len(prompt) == 0:
         raise InvalidRequestError("prompt=[]: at least one token is needed")
     if len(prompt) >= max_model_len:

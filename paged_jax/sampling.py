@@ -64,8 +64,10 @@ def _sample_any(logits: Array, rows: SamplingRows, lengths: Array, early: Array)
     logits = logits.at[jnp.arange(logits.shape[0])[:, None], masked].set(-jnp.inf, mode="drop")
     greedy = _first_maximum(logits)
     warm = rows.temperature > 0
-    scaled = logits / jnp.where(warm, rows.temperature, 1)[:, None]
-    scaled = scaled - jnp.max(scaled, axis=1, keepdims=True)
+    # The maximum first: a quotient could pass float32. The barrier: thresholds are compared with these very values, which XLA
+    # must not compute again, in another order, where they are used.
+    scaled = (logits - jnp.max(logits, axis=1, keepdims=True)) / jnp.where(warm, rows.temperature, 1)[:, None]
+    scaled = jax.lax.optimization_barrier(scaled)
     filtered = warm & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
     threshold = jax.lax.cond(
         jnp.any(filtered),

@@ -7,6 +7,7 @@ from numbers import Integral, Real
 
 from paged_jax.errors import InvalidRequestError
 
+HOTTEST = 1e30  # well inside float32; far below, all tokens are equally likely
 GREEDY_BELOW = 1e-5  # vLLM's rule: a temperature under this means greedy
 
 
@@ -64,7 +65,10 @@ class SamplingParams:
         def put(name, value):
             object.__setattr__(self, name, value)
 
-        put("temperature", check_float("temperature", self.temperature, "0 or above", lambda x: x >= 0))
+        temperature = check_float(
+            "temperature", self.temperature, f"from 0 to {HOTTEST:g}", lambda x: 0 <= x <= HOTTEST
+        )
+        put("temperature", temperature)
         put("top_k", max(check_int("top_k", self.top_k, -1), 0))
         put("top_p", check_float("top_p", self.top_p, "in (0, 1]", lambda x: 0 < x <= 1))
         put("min_p", check_float("min_p", self.min_p, "in [0, 1]", lambda x: 0 <= x <= 1))
@@ -117,7 +121,7 @@ class BeamSearchParams:
         put("beam_width", check_int("beam_width", self.beam_width, 1))
         put("max_tokens", check_int("max_tokens", self.max_tokens, 1))
         put("length_penalty", check_float("length_penalty", self.length_penalty, "a finite number", lambda x: True))
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+        if not isinstance(self.early_stopping, bool | str) or self.early_stopping not in (True, False, "never"):
             raise InvalidRequestError(f"early_stopping={self.early_stopping!r}: must be True, False or 'never'")
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequestError(f"ignore_eos={self.ignore_eos!r}: a bool is needed")

@@ -22,12 +22,31 @@ LONGEST_FIRST = (
     "test_generate",
     "test_invariance",
 )
+# Files that are slow as a whole: nearly each of their tests compiles an engine, a decoder or a kernel. What stays in a quick run
+# says in two minutes whether bookkeeping, sampling, the engine, loaders and the kernels' surroundings still hold.
+SLOW = (
+    "test_attention",
+    "test_beam_search",
+    "test_compiled",
+    "test_generate",
+    "test_llama",
+    "test_llm",
+    "test_mosaic_faults",
+    "test_parallel_sampling",
+    "test_prefix_caching",
+    "test_scheduler",
+    "test_state_machine",
+    "test_step",
+)
 
 
 def pytest_collection_modifyitems(items):
-    """Put the longest files in front, others as they were."""
+    """Put the longest files in front, others as they were, and mark those that are slow as a whole."""
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    for item in items:
+        if item.path.stem in SLOW:
+            item.add_marker("slow")
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -128,7 +128,6 @@ def test_beside_other_requests_and_under_preemption(request, engine, stop_ids, w
         assert chosen.counters.preemptions > 0
 
 
-@pytest.mark.slow
 def test_beams_over_sliding_windows():
     """Blocks that pass out of the window go back while beams share others; the second run finds the first one's prefixes."""
     model = load_model(TINY / "mistral-window", "float32")[0]

@@ -1,5 +1,6 @@
 """Allocate, fork, free: blocks on demand, all rows or none, in an order that can be named block by block."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -212,13 +213,64 @@ def test_a_parent_outside_the_table_is_refused():
 
 @pytest.mark.parametrize(("new", "says"), [(0, r"\[0\]"), ([3, 0], r"\[3, 0\]"), ([1, -2], r"\[1, -2\]")])
 def test_a_row_must_ask_for_at_least_one_token(new, says):
-    with pytest.raises(ConfigError, match=f"num_new_tokens={says}: each row must ask for at least 1"):
+    with pytest.raises(ConfigError, match=f"num_new_tokens={says}: must be at least 1"):
         allocate_slots(FULL, init_cache(FULL), [0, 1], new)
 
 
 def test_counts_of_another_number_than_the_rows_are_refused():
     with pytest.raises(ConfigError, match=r"num_new_tokens: shape \(3,\) for 2 rows"):
         allocate_slots(FULL, init_cache(FULL), [0, 1], [1, 2, 3])
+
+
+WRONG = [None, "a", 1.5, True, [], [[1]], 2**40, np.array([2**32])]
+
+
+@pytest.mark.parametrize("value", WRONG, ids=str)
+def test_what_is_no_row_is_refused_before_anything_is_cast(value):
+    cache = init_cache(FULL)
+    for call in (
+        lambda: allocate_slots(FULL, cache, value, 1),
+        lambda: fork(FULL, cache, value, [1]),
+        lambda: fork(FULL, cache, 1, value),
+        lambda: free(FULL, cache, value),
+    ):
+        with pytest.raises(ConfigError, match="rows="):
+            call()
+
+
+def test_counts_that_no_pool_has_do_not_wrap():
+    cache = init_cache(FULL)
+    for most in (2**31 - 3, 2**31 - 1, 2**32 + 1, 2**40):
+        for counts in (dict(num_new_tokens=most), dict(num_new_tokens=5, must_fit_tokens=np.array([most]))):
+            after, ok = allocate_slots(FULL, cache, 0, **counts)
+            assert not ok and equal(cache, after)
+    for name in ("num_new_tokens", "reserved_blocks", "must_fit_tokens"):
+        with pytest.raises(ConfigError, match=name):
+            allocate_slots(FULL, cache, 0, **({"num_new_tokens": 1} | {name: 1.5}))
+        with pytest.raises(ConfigError, match=name):
+            allocate_slots(FULL, cache, 0, **({"num_new_tokens": 1} | {name: -5}))
+
+
+def test_traced_rows_and_counts_are_not_ok_where_concrete_ones_are_refused():
+    cache = init_cache(FULL)
+    allocate = jax.jit(lambda rows, new, free: allocate_slots(FULL, cache, rows, new, reserved_blocks=free))
+    assert allocate(np.array([0, 1]), np.array([1, 1]), np.int32(0))[1]
+    for rows, new in (([1, 1], [1, 1]), ([0, 1], [1, 0]), ([0, 1], [1, 2**31 - 1])):
+        after, ok = allocate(np.array(rows), np.array(new), np.int32(0))
+        assert not ok and equal(cache, after)
+    usable = FULL.num_blocks - 1
+    both = np.array([0, 1]), np.full(2, FULL.max_blocks_per_row * FULL.block_size)
+    if 2 * FULL.max_blocks_per_row > usable:
+        assert not allocate(*both, np.int32(-9))[1], "what is reserved is never less than nothing"
+    children = jax.jit(lambda rows: fork(FULL, cache, 0, rows))
+    assert children(np.array([1, 2]))[1] and not children(np.array([1, 1]))[1]
+
+
+def test_a_config_of_another_cache_is_refused():
+    other = replace(FULL, max_blocks_per_row=FULL.max_blocks_per_row + 1)
+    for call in (lambda: allocate_slots(other, init_cache(FULL), 0, 1), lambda: free(other, init_cache(FULL), 0)):
+        with pytest.raises(ConfigError, match="config: is for"):
+            call()
 
 
 # ---------------------------------------------------------------- sliding windows

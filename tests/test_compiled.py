@@ -16,7 +16,6 @@ QUICK = {"xla_backend_optimization_level": 0}
 KINDS = {"step": (programs.step_program, (1,)), "generate": (programs.generate_program, ())}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "windows"), [("step", "full"), ("step", "everything"), ("generate", "full and window")]
 )

@@ -1,11 +1,13 @@
 """The host's side: requests in any number and order, at any time; each gets its own tokens and one end."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 from paged_jax.config import EngineConfig
 from paged_jax.engine import Engine
-from paged_jax.errors import InvalidRequestError
+from paged_jax.errors import ConfigError, InvalidRequestError
 from paged_jax.sampling_params import SamplingParams
 from toy_decoder import ToyDecoder, random_prompts
 
@@ -126,6 +128,32 @@ def test_a_bad_request_is_refused_alone(engine, prompt, params, says):
     assert says in str(error.value)
     tokens, _ = finish(engine)
     assert tokens == {a: MODEL.continuation(good, 4)}
+
+
+def test_prompts_may_be_arrays_of_numpy_and_jax_but_of_one_dimension(engine):
+    prompt = random_prompts(9, [6])[0]
+    ids = [
+        engine.add_request(kind(prompt), SamplingParams(temperature=0, max_tokens=3)) for kind in (np.array, jnp.array)
+    ]
+    assert finish(engine)[0] == dict.fromkeys(ids, MODEL.continuation(prompt, 3))
+    with pytest.raises(InvalidRequestError, match=r"prompt: an array of shape \(\)"):
+        engine.add_request(np.array(5))
+
+
+def test_wrong_arguments_of_the_engine_itself_are_named(engine):
+    graphdef, params = nnx.split(MODEL)
+    for args in ((MODEL, params, engine.config), (graphdef, params, None)):
+        with pytest.raises(ConfigError, match="graphdef, config"):
+            Engine(*args)
+    for seed in (-1, "a", 1.5):
+        with pytest.raises(ConfigError, match="seed="):
+            Engine(graphdef, params, engine.config, seed=seed)
+    assert not engine.abort([])
+    with pytest.raises(InvalidRequestError, match="request_id="):
+        engine.num_outputs([])
+    for widths in ((2, "a"), (None, 9), (9, 2)):
+        with pytest.raises(ConfigError, match="widths="):
+            EngineConfig(30, 40, 2, 9, widths=widths)
 
 
 def test_a_request_that_can_never_fit_is_refused_and_the_rest_go_on():

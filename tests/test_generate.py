@@ -152,7 +152,6 @@ def test_samples_differ_from_each_other_and_repeat_with_their_key(sampled):
     assert np.any(other.tokens != out.tokens)
 
 
-@pytest.mark.slow
 def test_sampled_tokens_do_not_depend_on_who_runs_beside_them(sampled):
     prompts, options, out = sampled
     options = options | dict(max_num_seqs=2, max_num_batched_tokens=4, num_blocks=8)
@@ -160,7 +159,6 @@ def test_sampled_tokens_do_not_depend_on_who_runs_beside_them(sampled):
     np.testing.assert_array_equal(crowded.tokens, out.tokens)
 
 
-@pytest.mark.slow
 def test_no_gradient_flows_into_the_params(sampled):
     prompts, options, _ = sampled
     graphdef, params = llama()
@@ -168,7 +166,6 @@ def test_no_gradient_flows_into_the_params(sampled):
     assert all(float(jnp.abs(g).max()) == 0 for g in jax.tree.leaves(jax.grad(loss)(params)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis_type", "num_kv_heads"),
     [(AxisType.Auto, 4), (AxisType.Explicit, 4), (AxisType.Explicit, 2)],  # 2 heads do not divide: they are replicated
@@ -217,7 +214,26 @@ def test_misuse_is_answered_by_name():
     call(InvalidRequestError, "max_num_seqs=0", max_num_seqs=0)
     call(InvalidRequestError, "max_new_tokens=0", max_new_tokens=0)
     call(InvalidRequestError, "max_new_tokens=.*one for each of 2", max_new_tokens=[1, 2, 3])
-    call(InvalidRequestError, "temperature=-1.0: must be 0 or above", temperature=-1.0)
+    call(ConfigError, "prompts=.*rows of one length", prompts=[[1, 2], [3]])
+    call(ConfigError, "prompts=.*int token ids", prompts=["hi", "you"])
+    call(ConfigError, "max_num_batched_tokens=1099511627776: must be at most", max_num_batched_tokens=2**40)
+    call(ConfigError, "cache=3: a PagedCache", cache=3)
+    for key in (0, None, jax.random.split(KEY)):
+        with pytest.raises(InvalidRequestError, match="key="):
+            generate(graphdef, params, prompts, lens, key, max_new_tokens=4)
+    for swapped in ((params, graphdef), (graphdef, TOY)):
+        with pytest.raises(ConfigError, match="graphdef, params: a "):
+            generate(*swapped, prompts, lens, KEY, max_new_tokens=4)
+    for most in (2**33, [4, 2**32 + 1]):
+        call(InvalidRequestError, "max_new_tokens=.*: must be from 1 to", max_new_tokens=most)
+    for hot in (-1.0, 1e39, float("inf"), float("nan")):
+        call(InvalidRequestError, "temperature=.*: must be from 0 to 1e", temperature=hot)
+    for wrong in ("a", None, 1j, True):
+        call(InvalidRequestError, "temperature", temperature=wrong)
+    for wrong in (1.5, 2**40, True, "a"):
+        call(InvalidRequestError, "top_k", top_k=wrong)
+    for name in ("eos_ids", "stop_ids"):
+        call(InvalidRequestError, f"{name}=5: a sequence of token ids", **{name: 5})
     call(InvalidRequestError, r"top_p=\[0.5, 0\]: must be in \(0, 1\]", top_p=[0.5, 0])
     call(InvalidRequestError, r"min_p: shape \(3,\)", min_p=[0.1] * 3)
     call(InvalidRequestError, "97 is outside the vocabulary of 97", stop_ids=(97,))

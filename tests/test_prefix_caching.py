@@ -331,7 +331,6 @@ def poison(engine):
     engine.state = engine.state.replace(cache=cache.replace(kv=kv))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("which", ["full", "window", "collisions"])
 def test_tokens_are_the_same_with_and_without_caching(engines, which):
     """Workloads that share beginnings, run into the cache that earlier ones left, with eviction, preemption, forks and aborts."""
@@ -378,7 +377,6 @@ def test_the_workloads_did_hit_and_evict(engines):
     assert engine.counters.hit_tokens >= 24
 
 
-@pytest.mark.slow
 def test_a_model_gives_the_same_tokens_with_caching_cold_warm_and_under_pressure():
     from paged_jax.models import load_model
 

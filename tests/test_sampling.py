@@ -266,6 +266,20 @@ def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_flat():
     assert len(set(tokens.tolist())) > 12
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-40, 1e30])
+def test_at_any_temperature_only_what_is_allowed_is_drawn(temperature):
+    """A quotient that passes float32 must not become a NaN, nor a masked token come back."""
+    logits = np.random.default_rng(3).standard_normal((8, 97), dtype=np.float32) * 30
+    best = logits.argmax(1)
+    rows = make_rows(8, temperature=temperature, seed=np.arange(8), min_len=9, stop_ids=(0, int(best[0])))
+    masked = logits.copy()
+    masked[:, [0, best[0]]] = -np.inf
+    tokens = np.asarray(run(logits, rows, np.full(8, 5), np.ones(8, bool))[0])
+    assert not np.isin(tokens, [0, best[0]]).any()
+    if temperature < 1:
+        assert tokens.tolist() == masked.argmax(1).tolist()
+
+
 def test_the_logprob_is_that_of_the_raw_logits():
     logits, rows, lengths = mixed_requests(16, 1001)
     tokens, logprobs = draw(logits, rows, lengths)

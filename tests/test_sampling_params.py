@@ -13,9 +13,10 @@ from paged_jax.sampling_params import SamplingParams
 @pytest.mark.parametrize(
     ("name", "value", "accepted"),
     [
-        ("temperature", -0.01, "must be 0 or above"),
-        ("temperature", math.inf, "must be 0 or above"),
-        ("temperature", math.nan, "must be 0 or above"),
+        ("temperature", -0.01, "must be from 0 to 1e+30"),
+        ("temperature", math.inf, "must be from 0 to 1e+30"),
+        ("temperature", 1e39, "must be from 0 to 1e+30"),
+        ("temperature", math.nan, "must be from 0 to 1e+30"),
         ("top_k", -2, "must be at least -1"),
         ("top_p", 0.0, "must be in (0, 1]"),
         ("top_p", -0.5, "must be in (0, 1]"),

@@ -199,8 +199,8 @@ def _check_scales(k_pages, k_scale, v_scale) -> None:
 def _check_parameters(window, soft_cap) -> None:
     if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
         raise TypeError(f"window={window!r}; expected an int of at least 1, or None")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}; expected at least 1, or None for all keys")
+    if window is not None and not 1 <= window < 2**31:
+        raise ValueError(f"window={window}; expected at least 1 and below 2**31, or None for all keys")
     if soft_cap is not None and not (isinstance(soft_cap, int | float) and 0 < soft_cap < math.inf):
         raise ValueError(f"soft_cap={soft_cap!r}; expected a finite number above 0, or None")
 

@@ -249,7 +249,13 @@ BAD_FILES = {
     "tensor not in its shard": (spoil_index_content, "tensor 'model.lost.weight' is missing from model.safetensors"),
     "shard elsewhere": (spoil_index_path, "'weight_map' must name files beside it, got '../model.safetensors'"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "has neither model.safetensors nor"),
-    "no config": (lambda d: (d / "config.json").unlink(), "config.json: cannot be read as JSON"),
+    "no config": (lambda d: (d / "config.json").unlink(), "has no config.json"),
+    "absurd layers": (lambda d: edit(d / "config.json", num_hidden_layers=50_000_000), "num_layers must be at most"),
+    "absurd head": (lambda d: edit(d / "config.json", head_dim=2**40), "head_dim must be at most"),
+    "nested end of text": (
+        lambda d: (d / "generation_config.json").write_text('{"eos_token_id": [[1]]}'),
+        "'eos_token_id' is [[1]], expected ids",
+    ),
     "corrupt config": (lambda d: (d / "config.json").write_text('{"a": '), "config.json: cannot be read as JSON"),
     "config a list": (lambda d: (d / "config.json").write_text("[]"), "expected a JSON object, got list"),
     "integers": (
@@ -268,6 +274,14 @@ def test_a_spoilt_directory_is_named(checkpoint, case):
     with pytest.raises(ModelLoadError) as error:
         load_model(directory)
     assert message in str(error.value) and str(directory) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "path", [None, 3, b"x", "a" * 5000, "a\0b", "HuggingFaceTB/SmolLM2-135M"], ids=lambda p: repr(p)[:9]
+)
+def test_what_is_no_path_is_named(path):
+    with pytest.raises(ModelLoadError, match=r"model=|nothing is downloaded"):
+        load_model(path)
 
 
 BAD_GGUF = [

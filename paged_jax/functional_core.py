@@ -120,17 +120,16 @@ def _allocate(config: CacheConfig, cache: PagedCache, rows, new, reserved_blocks
     tables, width = cache.tables, config.max_blocks_per_row
     have, most = tables.num_tokens[rows], width * config.block_size
     # Clipped, so that no sum of theirs wraps.
-    asked, must_fit = jnp.minimum(new, most + 1), jnp.minimum(must_fit, most + 1)
+    asked, must_fit = jnp.minimum(new, most + 1), jnp.minimum(must_fit, config.num_slots + 1)
     need = missing_blocks(tables, rows, have + asked, config.block_size)
     whole = jnp.maximum(have + asked, must_fit)
     whole = missing_blocks(tables, rows, whole, config.block_size)
     copies = copies_needed(config, cache, rows, have, jnp.ones_like(rows, bool))
-    repeated = jnp.any(jnp.tril(rows[:, None] == rows[None], -1))
     ok = (
         (jnp.sum(whole) + jnp.sum(copies) <= cache.pool.num_free - jnp.clip(reserved_blocks, 0, config.num_blocks))
-        & jnp.all((new > 0) & (new <= most - have) & (must_fit <= most))
+        & jnp.all((new > 0) & (new <= most - have))
         & _are_rows(tables, rows)
-        & ~repeated
+        & ~jnp.any(_are_repeated(rows))
     )
     need, copies = jnp.where(ok, need, 0), copies & ok
     widest = min(need.size * width, config.num_blocks)
@@ -145,7 +144,7 @@ def _allocate(config: CacheConfig, cache: PagedCache, rows, new, reserved_blocks
 def _fork(cache: PagedCache, parent, children):
     tables = cache.tables
     ok = jnp.all(tables.num_tokens[children] == 0) & jnp.all(tables.num_blocks[:, children] == 0)
-    ok &= ~jnp.any(jnp.tril(children[:, None] == children[None], -1))
+    ok &= ~jnp.any(_are_repeated(children))
     ok = ok & jnp.all(children != parent) & _are_rows(tables, children) & _are_rows(tables, parent)
     shared, blocks = read_before_write(tables.blocks, (slice(None), parent))
     cache = cache.replace(tables=tables.replace(blocks=blocks))
@@ -158,10 +157,14 @@ def _are_rows(tables: BlockTables, rows) -> Bool[Array, ""]:
     return jnp.all((rows >= 0) & (rows < tables.num_rows))
 
 
+def _are_repeated(rows: Int[Array, "k"]) -> Bool[Array, "k"]:
+    """Which are named before them."""
+    return jnp.any(jnp.tril(rows[:, None] == rows[None], -1), axis=1)
+
+
 @jax.jit
 def _free(cache: PagedCache, rows):
-    repeated = jnp.any(jnp.tril(rows[:, None] == rows[None], -1), axis=1)
-    rows = jnp.where(repeated, cache.tables.num_rows, rows)
+    rows = jnp.where(_are_repeated(rows), cache.tables.num_rows, rows)
     books = cache.books
     after, ok = release_rows(books, rows, jnp.int32(rows.shape[0]))
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, books).replace(kv=cache.kv), ok

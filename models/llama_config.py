@@ -53,10 +53,8 @@ class LlamaConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        for name, most in (
-            ("num_layers", MAX_LAYERS),
-            ("head_dim", MAX_HEAD_DIM),
-        ):  # a number from a damaged file is found here
+        # A number from a damaged file is found here, before anything is made of it.
+        for name, most in (("num_layers", MAX_LAYERS), ("head_dim", MAX_HEAD_DIM)):
             if isinstance(value := getattr(self, name), int) and value > most:
                 raise ValueError(f"{name} must be at most {most}, got {value}")
         if self.num_heads % self.num_kv_heads:

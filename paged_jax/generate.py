@@ -192,7 +192,7 @@ def _per_prompt(name: str, value, batch: int, accepted: str, accepts, *, whole: 
         array = jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequestError(f"{name}={value!r:.80}: numbers are needed") from error
-    if not (jnp.issubdtype(array.dtype, jnp.integer) or (whole is False and jnp.issubdtype(array.dtype, jnp.floating))):
+    if not (jnp.issubdtype(array.dtype, jnp.integer) or (not whole and jnp.issubdtype(array.dtype, jnp.floating))):
         raise InvalidRequestError(f"{name}: {array.dtype}; {'ints are' if whole else 'real numbers are'} needed")
     if array.shape not in ((), (batch,)):
         raise InvalidRequestError(

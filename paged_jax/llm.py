@@ -149,12 +149,7 @@ class LLM:
         self, prompt: Prompt, sampling_params: Params | None = None, *, cache_salt: str | None = None
     ) -> Iterator[Delta]:
         """The outputs of one prompt as they grow, those of a beam search at its end. Closing the iterator aborts the request."""
-        if (
-            isinstance(prompt, Sequence)
-            and len(prompt) > 0
-            and isinstance(prompt[0], str)
-            and not isinstance(prompt, str)
-        ):
+        if isinstance(prompt, list | tuple) and any(isinstance(part, str) for part in prompt):
             raise InvalidRequestError(f"prompt={prompt!r:.80}: a stream is of one prompt, a text or token ids")
         _, tokens = self._encode(prompt)
         self.engine.check_request(tokens, sampling_params, cache_salt=cache_salt)

@@ -174,7 +174,8 @@ def _events(config: CacheConfig, most: int, plan: Schedule, budget: Array) -> Sc
     plan = plan.replace(cache=plan.cache.replace(directory=directory), num_events=jnp.ones_like(plan.num_events))
     none = jnp.zeros_like(plan.num_events)
     plan, _, _ = jax.lax.while_loop(lambda c: c[2] != DONE, turn, (plan, none, none + SETTLE))
-    return plan.replace(cache=_make_ready(config, most, plan))
+    # The last turn has taken the step's blocks already; otherwise they are made ready for it.
+    return plan if has_last else plan.replace(cache=_make_ready(config, most, plan))
 
 
 def _settle(config: CacheConfig, plan: Schedule, budget: Array) -> Schedule:

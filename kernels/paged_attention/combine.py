@@ -1,6 +1,7 @@
-"""Putting the partial results of a split context together."""
+"""Splitting a context among programs, and putting their partial results together."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 
@@ -40,6 +41,17 @@ def num_splits(programs: int, context: int, chunk: int) -> int:
     for each of its query rows.
     """
     return max(1, min(-(-PROGRAMS_WANTED // programs), context // (MIN_CHUNKS * chunk), MAX_SPLITS))
+
+
+def share_of_chunks(first_key, end_key, split, splits: int, chunk: int):
+    """The chunks, first and end, that one of `splits` programs takes of the keys `first_key` up to `end_key`.
+
+    Chunks begin at multiples of their size, so that pages and copies stay whole. Called inside a kernel.
+    """
+    first, end = lax.div(first_key, jnp.int32(chunk)), lax.div(end_key + (chunk - 1), jnp.int32(chunk))
+    share = lax.div(jnp.maximum(end - first, 0) + (splits - 1), jnp.int32(splits))
+    first = first + split * share
+    return first, jnp.minimum(first + share, end)
 
 
 PROGRAMS_WANTED = 264  # two for each multiprocessor of an H100, H200 or B200 (132); an A100 has 108

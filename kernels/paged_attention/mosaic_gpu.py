@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .combine import combine, num_splits
+from .combine import combine, num_splits, share_of_chunks
 from .plan import AttentionPlan
 from .scoring import LOG2_E, LOWEST, NO_SCALES, Scales, Scoring
 from .tiles import QueryTiles
@@ -130,7 +130,7 @@ def _kernel(
         end_key = jnp.minimum(position + num_rows, tables.shape[1] * block_size)
         first_key = 0 if scoring.window is None else jnp.maximum(position - (scoring.window - 1), 0)
         last_block = lax.div(end_key - 1, jnp.int32(block_size))
-        first, end = _share(jnp.int32(first_key), end_key, split, static.splits)
+        first, end = share_of_chunks(jnp.int32(first_key), end_key, split, static.splits, CHUNK)
 
         def read_table(chunk):
             # Past the context its last block is read again: the copy then comes from the cache, and none is missing.
@@ -222,14 +222,6 @@ def _kernel(
         plgpu.copy_smem_to_gmem(out_smem.at[written], out_ref.at[split, program, kv_head])
         plgpu.copy_smem_to_gmem(lse_smem.at[written], lse_ref.at[split, program, kv_head])
         plgpu.wait_smem_to_gmem(0)
-
-
-def _share(first_key, end_key, split, splits: int):
-    """The chunks of the context that this split takes; chunks begin at multiples of their size."""
-    first, end = lax.div(first_key, jnp.int32(CHUNK)), lax.div(end_key + (CHUNK - 1), jnp.int32(CHUNK))
-    share = lax.div(end - first + (splits - 1), jnp.int32(splits))
-    first = first + split * share
-    return first, jnp.minimum(first + share, end)
 
 
 def _iota(shape: tuple[int, int], axis: int):

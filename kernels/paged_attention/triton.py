@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from . import dispatch
-from .combine import combine, num_splits
+from .combine import combine, num_splits, share_of_chunks
 from .plan import AttentionPlan
 from .scoring import LOG2_E, LOWEST, NO_SCALES, Scales, Scoring
 
@@ -66,9 +66,11 @@ def choose_blocking(tile: int, group: int, head_dim: int, q_dtype, kv_dtype, dev
     heads, width = pl.next_power_of_2(group), max(16, pl.next_power_of_2(head_dim))
     if jnp.dtype(q_dtype).itemsize > 2:
         # Products of float32 have no matrix instruction here: a thread holds its operands' whole summed axis in registers.
-        # The number of stages is what was found to leave no spills: 3 spills for sm_90, 2 for sm_100.
-        stages = 2 if device_kind is None or dispatch.is_hopper(device_kind) else 3
+        # The sizes are those that were found to leave no spills: ptxas would rather spill one number than run fewer programs.
         rows = max(1, min(tile, 16 // heads))
+        if jnp.dtype(kv_dtype).itemsize == 1:
+            return Blocking(rows, heads, width, max(16, width // 8), 16, 8, 1)
+        stages = 2 if device_kind is None or dispatch.is_hopper(device_kind) else 3
         return Blocking(rows, heads, width, 16, 16, 4 if width <= 128 else 8, stages)
     rows = max(1, min(tile, max(16, 8192 // width) // heads))
     # Numbers of one byte are converted on the way, which takes threads.
@@ -140,20 +142,31 @@ def _kernel(tables, seqs, starts, counts, positions, q_ref, k_ref, v_ref, *refs,
     first_row = lax.rem(pl.program_id(0), parts) * blocking.rows
     group, head_dim, dtype = q_ref.shape[1] // k_ref.shape[2], q_ref.shape[2], q_ref.dtype
 
-    num_rows = jnp.minimum(counts[tile] - first_row, blocking.rows)
-    position = positions[tile] + first_row
-    lines = jnp.arange(blocking.size, dtype=jnp.int32)
-    row, head = lax.div(lines, blocking.heads), lax.rem(lines, blocking.heads)
-    live = (row < num_rows) & (head < group)
-    token, head = starts[tile] + first_row + row, kv_head * group + head
     pieces = [first + jnp.arange(blocking.piece, dtype=jnp.int32) for first in blocking.pieces]
-    places = [_index((blocking.size, blocking.piece), token[:, None], head[:, None], dims[None, :]) for dims in pieces]
-    whole = [live[:, None] & (dims < head_dim)[None, :] for dims in pieces]
-    query = [pltriton.load(q_ref.at[p], mask=m, other=0) for p, m in zip(places, whole, strict=True)]
+
+    def locate():
+        """How many rows the program has; of each line of the products its row, token and head, and whether it has one."""
+        # Volatile, or the compiler would keep what it read before the loop.
+        count, start = (pltriton.load(x.at[tile], volatile=True) for x in (counts, starts))
+        num_rows = jnp.minimum(count - first_row, blocking.rows)
+        lines = jnp.arange(blocking.size, dtype=jnp.int32)
+        row, head = lax.div(lines, blocking.heads), lax.rem(lines, blocking.heads)
+        live = (row < num_rows) & (head < group)
+        return num_rows, row, start + first_row + row, kv_head * group + head, live
+
+    def each_piece(live, *at):
+        """For each piece of the lines its place in q or out, and which of its numbers there are."""
+        masks = [live[:, None] & (dims < head_dim)[None, :] for dims in pieces]
+        return [(_index(mask.shape, *at, dims[None, :]), mask) for mask, dims in zip(masks, pieces, strict=True)]
+
+    num_rows, row, token, head, live = locate()
+    seq, position = seqs[tile], positions[tile] + first_row
+    places = each_piece(live, token[:, None], head[:, None])
+    query = [pltriton.load(q_ref.at[place], mask=mask, other=0) for place, mask in places]
 
     read = partial(_read, converts_fp8=static.converts_fp8)
     first_key, end_key = _context(tables.shape[1] * k_ref.shape[1], position, num_rows, scoring)
-    first_chunk, end_chunk = _share(first_key, end_key, split, pl.num_programs(2), blocking.chunk)
+    first_chunk, end_chunk = share_of_chunks(first_key, end_key, split, static.splits, blocking.chunk)
     factor = scoring.scale if k_scale is None or len(k_scale.shape) > 1 else scoring.scale * k_scale[0]
 
     def step(i, sums):
@@ -161,7 +174,7 @@ def _kernel(tables, seqs, starts, counts, positions, q_ref, k_ref, v_ref, *refs,
         keys = i * blocking.chunk + jnp.arange(blocking.chunk, dtype=jnp.int32)
         within = (keys >= first_key) & (keys < end_key)
         column = jnp.where(within, lax.div(keys, k_ref.shape[1]), 0)
-        block = pltriton.load(tables.at[_index(keys.shape, seqs[tile], column)], mask=within, other=0)
+        block = pltriton.load(tables.at[_index(keys.shape, seq, column)], mask=within, other=0)
         offset = lax.rem(keys, k_ref.shape[1])
         at = (block, offset, kv_head)
 
@@ -199,9 +212,10 @@ def _kernel(tables, seqs, starts, counts, positions, q_ref, k_ref, v_ref, *refs,
     if v_scale is not None and len(v_scale.shape) == 1:
         factor = factor * v_scale[0]
     lse = jnp.where(seen, (top + jnp.log2(jnp.where(seen, total, 1.0))) / LOG2_E, -jnp.inf)
-    pltriton.store(lse_ref.at[_index(rows, split, token, head)], lse, mask=live)
-    for a, dims, mask in zip(acc, pieces, whole, strict=True):
-        place = _index(mask.shape, split, token[:, None], head[:, None], dims[None, :])
+    # Read and computed again: what is held across the loop takes registers from it.
+    _, _, token, head, live = locate()
+    pltriton.store(lse_ref.at[_index(live.shape, split, token, head)], lse, mask=live)
+    for a, (place, mask) in zip(acc, each_piece(live, split, token[:, None], head[:, None]), strict=True):
         pltriton.store(out_ref.at[place], (a * factor[:, None]).astype(out_ref.dtype), mask=mask)
 
 
@@ -210,14 +224,6 @@ def _context(table_tokens: int, position, num_rows, scoring: Scoring):
     first = 0 if scoring.window is None else jnp.maximum(position - (scoring.window - 1), 0)
     end = jnp.where(num_rows > 0, jnp.minimum(position + num_rows, table_tokens), 0)
     return jnp.int32(first), end
-
-
-def _share(first_key, end_key, split, splits, chunk: int):
-    """The chunks of the context that this split takes; chunks begin at multiples of their size."""
-    first, end = lax.div(first_key, chunk), lax.div(end_key + (chunk - 1), chunk)
-    share = lax.div(jnp.maximum(end - first, 0) + (splits - 1), splits)
-    first = first + split * share
-    return first, jnp.minimum(first + share, end)
 
 
 def _index(shape: tuple[int, ...], *at):

@@ -1,6 +1,7 @@
 """The public call: checks its arguments and picks an implementation."""
 
 import math
+import numbers
 from functools import partial
 from typing import Literal, overload
 
@@ -124,7 +125,8 @@ def ragged_paged_attention(
     _check_implementation(implementation)
     _check_arrays(q, k_pages, v_pages, kv_lens, block_tables, cu_q_lens, num_seqs, sinks)
     _check_scales(k_pages, k_scale, v_scale)
-    _check_parameters(window, soft_cap)
+    _check_parameters(scale, window, soft_cap)
+    window = None if window is None else int(window)
     problem = dispatch.Problem.of(q, k_pages, k_scale, v_scale)
     device_kind = None if interpret else dispatch.target_device_kind()
     if implementation is not None and (reason := dispatch.why_not(implementation, problem, device_kind)):
@@ -145,7 +147,9 @@ def ragged_paged_attention(
                 block_size=k_pages.shape[1],
                 window=window,
             )
-        scoring = Scoring(head_dim**-0.5 if scale is None else scale, window, soft_cap)
+        scoring = Scoring(
+            head_dim**-0.5 if scale is None else float(scale), window, None if soft_cap is None else float(soft_cap)
+        )
         scales = Scales(*(None if x is None else jnp.asarray(x, jnp.float32) for x in (k_scale, v_scale)))
         args = (q, k_pages, v_pages, plan, sinks, scales)
         if implementation is None:
@@ -196,18 +200,32 @@ def _check_scales(k_pages, k_scale, v_scale) -> None:
             raise TypeError(f"{name} has dtype {jnp.result_type(scale)}; expected a floating dtype")
 
 
-def _check_parameters(window, soft_cap) -> None:
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+def _check_parameters(scale, window, soft_cap) -> None:
+    if scale is not None and not _is_number(scale):
+        raise TypeError(f"scale={scale!r}; expected a Python number or None (multiply q by one that is an array)")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale={scale!r}; expected a finite number, or None for 1 / sqrt(head_dim)")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, numbers.Integral)):
         raise TypeError(f"window={window!r}; expected an int of at least 1, or None")
     if window is not None and not 1 <= window < 2**31:
         raise ValueError(f"window={window}; expected at least 1 and below 2**31, or None for all keys")
-    if soft_cap is not None and not (isinstance(soft_cap, int | float) and 0 < soft_cap < math.inf):
+    if soft_cap is not None and not _is_number(soft_cap):
+        raise TypeError(f"soft_cap={soft_cap!r}; expected a Python number or None (it is static)")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
         raise ValueError(f"soft_cap={soft_cap!r}; expected a finite number above 0, or None")
+
+
+def _is_number(x) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def _check_arrays(q, k_pages, v_pages, kv_lens, block_tables, cu_q_lens, num_seqs, sinks) -> None:
     ranks = dict(q=(q, "[T, H, D]"), k_pages=(k_pages, "[N, block_size, KV, D]"), kv_lens=(kv_lens, "[S]"))
     ranks |= dict(block_tables=(block_tables, "[S, M]"), cu_q_lens=(cu_q_lens, "[S + 1]"))
+    arrays = {name: x for name, (x, _) in ranks.items()} | dict(v_pages=v_pages)
+    for name, x in (arrays if sinks is None else arrays | dict(sinks=sinks)).items():
+        if not hasattr(x, "dtype"):
+            raise TypeError(f"{name} is a {type(x).__name__}; expected an array")
     for name, (x, expected) in ranks.items():
         if jnp.ndim(x) != expected.count(",") + 1:
             raise ValueError(f"{name} has shape {jnp.shape(x)}; expected {expected}")

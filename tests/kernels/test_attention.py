@@ -279,8 +279,10 @@ def test_the_reference_is_attention_as_jax_has_it():
         np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
 
 
-def test_options_of_the_public_call_reach_the_scores():
-    heads = Heads(scoring=dict(scale=0.7, window=9, soft_cap=1.5), sinks=True)
+@pytest.mark.parametrize("real, integer", [(float, int), (np.float64, np.int64)])
+def test_options_of_the_public_call_reach_the_scores(real, integer):
+    scoring = dict(scale=real(0.7), window=integer(9), soft_cap=real(1.5))
+    heads = Heads(scoring=scoring, sinks=True)
     batch = make_batch(heads, [(3, 30), (1, 5)], num_tokens=4, num_seqs=4, table_width=3)
     call = functools.partial(ragged_paged_attention, return_lse=True, **heads.scoring)
     got = jax.jit(lambda arrays, sinks: call(*arrays, sinks=sinks))(batch.arrays, batch.sinks)
@@ -337,6 +339,14 @@ def _f32(*shape):
         (dict(window=0), ValueError, "window=0; expected at least 1"),
         (dict(window=-3), ValueError, "window=-3; expected at least 1"),
         (dict(window=2.0), TypeError, r"window=2\.0; expected an int"),
+        (dict(scale="a"), TypeError, "scale='a'; expected a Python number or None"),
+        (dict(scale=_f32()), TypeError, "scale=Array.*; expected a Python number or None"),
+        (dict(scale=float("inf")), ValueError, "scale=inf; expected a finite number"),
+        (dict(soft_cap="a"), TypeError, "soft_cap='a'; expected a Python number or None"),
+        (dict(soft_cap=True), TypeError, "soft_cap=True; expected a Python number or None"),
+        (dict(q=[[[0.0]]]), TypeError, "q is a list; expected an array"),
+        (dict(v_pages=None), TypeError, "v_pages is a NoneType; expected an array"),
+        (dict(sinks=[0.0] * 4), TypeError, "sinks is a list; expected an array"),
         (dict(soft_cap=0.0), ValueError, r"soft_cap=0\.0; expected a finite number above 0"),
         (dict(soft_cap=float("nan")), ValueError, "soft_cap=nan"),
         (dict(implementation="cudnn"), ValueError, "implementation='cudnn'; expected 'xla'"),

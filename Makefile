@@ -51,8 +51,13 @@ test-fast: $(READY)
 test-oldest: .venv-oldest/.ready
 	.venv-oldest/bin/python -m pytest -q $(TWO) $(CORE_TESTS)
 
-test-cuda-compile: .venv-cuda/.ready
-	JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -q --durations=10 tests/test_cuda_compile.py tests/test_cuda_kernels_compile.py
+# Without the compiler's wheels nothing is compiled, and it says so.
+test-cuda-compile:
+	@if $(MAKE) .venv-cuda/.ready; then \
+		JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -q --durations=10 tests/test_cuda_compile.py tests/test_cuda_kernels_compile.py; \
+	else \
+		echo "SKIPPED: the CUDA plugin wheels could not be installed, so nothing was compiled for a GPU" >&2; \
+	fi
 
 lint: $(READY)
 	$(RUN) -m ruff format --check .

@@ -15,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -84,7 +85,7 @@ def ours(implementation, batch: int, context: int, group: int, dtype, calls: int
     plan = plan_attention(batch, *index, num_blocks=num_blocks, block_size=BLOCK_SIZE, window=None)
 
     def step(i, q, k_pages, v_pages, tables, index, plan):
-        moved = plan._replace(tables=tables[i % sets])
+        moved = replace(plan, tables=tables[i % sets])
         return ragged_paged_attention(q, k_pages, v_pages, *index, implementation=implementation, plan=moved)
 
     return seconds_a_call(step, q, (pages, v_pages, tables, index, plan), calls, repeats)

@@ -114,7 +114,8 @@ class EngineConfig:
         block_size: tokens of a block.
         max_stop_ids: end-of-text and stop token ids that a request may have.
         widths: token counts T that a step is compiled for, ascending; a step takes the first that holds what it computes.
-            None means a decode step of S tokens and a mixed one of the whole budget.
+            None means a decode step of S tokens and a mixed one of the whole budget. A narrower one first makes a step of few
+            tokens cheaper, and on a GPU splits their contexts over its multiprocessors; it costs one more compilation.
         max_beam_width: of a beam search, 0 for none; what it costs is compiled in where it is above.
         enable_prefix_caching: keep full blocks findable by their content, also after their request has ended.
     """

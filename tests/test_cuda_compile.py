@@ -18,11 +18,12 @@ MOST_LOOPS = 4  # of unknown length at the step's top level; each is a host sync
 SCOPES = ("schedule", "copy", "grow", "batch", "sample", "commit")
 
 
-@pytest.fixture(scope="module", params=[("step", "full"), ("step", "everything"), ("generate", "full and window")])
+# With heads of 64 the decoder attends with Mosaic's kernel, else with Triton's.
+@pytest.fixture(scope="module", params=["step, full, 64", "step, everything", "generate, full and window"])
 def compiled(request):
-    kind, windows = request.param
+    kind, windows, *head_dim = request.param.split(", ")
     make, donated = {"step": (programs.step_program, (1,)), "generate": (programs.generate_program, ())}[kind]
-    program, args = make(windows, "bfloat16")
+    program, args = make(windows, "bfloat16", **(dict(head_dim=int(head_dim[0])) if head_dim else {}))
     return f"{kind}, {windows}", cuda.compile_for_h200(program, *args, donate_argnums=donated)
 
 
@@ -47,6 +48,7 @@ def test_every_layer_attends_with_the_kernel(compiled):
     layers = len(programs.WINDOWS[name.split(", ")[1]])
     assert len(widths) > 1
     assert [len(attention_kernels(program.reach(loop.called["body"][0]))) for loop in widths] == [layers] * len(widths)
+    assert ("mosaic_gpu" in executable.as_text()) == (name == "step, full")
 
 
 def _width(loop):

@@ -28,12 +28,16 @@ NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGES = (8, 16, 32, 64)
 GROUPS = (1, 4, 8)
-DTYPES = ("bfloat16", "float16", "float32", "narrow")
-NARROW = [  # dtype of q, dtype of the pages, scales
-    ("bfloat16", "float8_e4m3fn", "token"),
+DTYPES = ("bfloat16", "float16", "float32", "float8", "narrow")
+FLOAT8 = [("bfloat16", "float8_e4m3fn", "token"), ("bfloat16", "float8_e5m2", "tensor")]  # of q, of the pages, scales
+NARROW = [
+    ("float16", "float8_e4m3fn", "tensor"),
     ("float16", "int8", "tensor"),
-    ("bfloat16", "float8_e5m2", "tensor"),
+    ("bfloat16", "int8", "token"),
     ("float32", "int8", "token"),
+    ("float32", "float8_e4m3fn", "token"),
+    ("float32", "bfloat16", None),
+    ("bfloat16", "float8_e4m3fn", None),
 ]
 OPTIONS = [dict(), dict(window=100), dict(soft_cap=30.0, return_lse=True)]
 SEQS, WIDTH, BLOCKS, KV_HEADS = 8, 64, 1009, 2
@@ -45,7 +49,8 @@ INDEX = ints((SEQS,)), ints((SEQS, WIDTH)), ints((SEQS + 1,)), ints(())
 
 def _arguments(number: int, head_dim: int, page: int, group: int, dtype: str, num_tokens: int | None = None):
     """(q, pages, pages, scales, scales) and options of the combination that stands at `number` of a list."""
-    q_dtype, kv_dtype, scaled = NARROW[number % 4] if dtype == "narrow" else (dtype, dtype, None)
+    kinds = {"float8": FLOAT8, "narrow": NARROW}.get(dtype, [(dtype, dtype, None)])
+    q_dtype, kv_dtype, scaled = kinds[number % len(kinds)]
     num_tokens = num_tokens or (SEQS, 64)[(number + number // 4) % 2]
     q = spec((num_tokens, KV_HEADS * group, head_dim), q_dtype)
     pages = spec((BLOCKS, page, KV_HEADS, head_dim), kv_dtype)
@@ -95,6 +100,12 @@ def _check(device, implementation, combinations, record_property, options=NO_SPI
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_combination_of_triton_compiles_for_an_h200(head_dim, dtype, record_property):
     combinations = [(head_dim, page, group, dtype) for page, group in itertools.product(PAGES, GROUPS)]
+    _check("h200", "triton", combinations, record_property)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_compiles_for_odd_heads_and_pages(dtype, record_property):
+    combinations = [(7, 1, 3, dtype), (64, 24, 16, dtype), (128, 5, 64, dtype), (160, 100, 5, dtype)]
     _check("h200", "triton", combinations, record_property)
 
 

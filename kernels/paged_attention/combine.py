@@ -16,10 +16,10 @@ def combine(
 
     A row that is not `owned` holds whatever lay in memory, and gives 0 and -inf. A sink is one more part, without a value.
     """
-    seen = owned[:, None] & (lse > -jnp.inf)
+    seen = owned[:, None] & (lse != -jnp.inf)  # also NaN
     # From here on no -inf meets another.
     top = jnp.where(seen, lse, -jnp.inf).max(0)
-    any_seen = top > -jnp.inf
+    any_seen = top != -jnp.inf
     if sinks is not None:
         top = jnp.maximum(top, sinks.astype(jnp.float32))
     top = jnp.where(any_seen, top, 0)
@@ -34,26 +34,28 @@ def combine(
     return jnp.where(any_seen[..., None], mean, 0).astype(dtype), lse
 
 
-def num_splits(programs: int, context: int, chunk: int) -> int:
+def num_splits(programs: int, context: int, chunk: int, resident: int) -> int:
     """In how many parts to cut contexts of up to `context` tokens, where `programs` tiles and heads run side by side.
 
-    Enough to give every multiprocessor two programs, but no part below a few chunks: a part costs a float32 row in memory
-    for each of its query rows.
+    As many as keep all programs on the device at once, `resident` on a multiprocessor, but no part below a few chunks: a part
+    costs a float32 row in memory for each of its query rows.
     """
-    return max(1, min(-(-PROGRAMS_WANTED // programs), context // (MIN_CHUNKS * chunk), MAX_SPLITS))
+    return max(1, min(MULTIPROCESSORS * resident // programs, context // (MIN_CHUNKS * chunk), MAX_SPLITS))
 
 
-def share_of_chunks(first_key, end_key, split, splits: int, chunk: int):
-    """The chunks, first and end, that one of `splits` programs takes of the keys `first_key` up to `end_key`.
-
-    Chunks begin at multiples of their size, so that pages and copies stay whole. Called inside a kernel.
-    """
-    first, end = lax.div(first_key, jnp.int32(chunk)), lax.div(end_key + (chunk - 1), jnp.int32(chunk))
-    share = lax.div(jnp.maximum(end - first, 0) + (splits - 1), jnp.int32(splits))
-    first = first + split * share
-    return first, jnp.minimum(first + share, end)
-
-
-PROGRAMS_WANTED = 264  # two for each multiprocessor of an H100, H200 or B200 (132); an A100 has 108
+MULTIPROCESSORS = 132  # of an H100 or H200; a B200 has 148, an A100 108
 MIN_CHUNKS = 4
 MAX_SPLITS = 64
+
+
+def share_of_context(first_key, end_key, split, splits: int, chunk: int, block_size: int):
+    """What one of `splits` programs takes of the keys `first_key` up to `end_key`: its first key, and how many chunks.
+
+    Chunks are counted from the first key's block on: pages and copies stay whole, and no block before it is read. Called inside
+    a kernel.
+    """
+    start = lax.div(first_key, jnp.int32(block_size)) * block_size
+    chunks = lax.div(jnp.maximum(end_key - start, 0) + (chunk - 1), jnp.int32(chunk))
+    share = lax.div(chunks + (splits - 1), jnp.int32(splits))
+    first = jnp.minimum(split * share, chunks)
+    return start + first * chunk, jnp.minimum(share, chunks - first)

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .combine import combine, num_splits, share_of_chunks
+from .combine import combine, num_splits, share_of_context
 from .plan import AttentionPlan
 from .scoring import LOG2_E, LOWEST, NO_SCALES, Scales, Scoring
 from .tiles import QueryTiles
@@ -61,13 +61,15 @@ def attend(
 
     `interpret` may also be the interpreter's parameters.
     """
-    assert scales == NO_SCALES, "dispatch.py does not let scales through"
+    assert scales.k is None and scales.v is None, "dispatch.py does not let scales through"
     block_size, kv_heads = k_pages.shape[1:3]
     tiles = plan.every.tiles
     heads = pl.next_power_of_2(q.shape[1] // kv_heads)
     rows = min(tiles.size, ROWS // heads)
     parts = -(-tiles.size // rows)
-    splits = num_splits(tiles.seq.shape[0] * parts * kv_heads, plan.tables.shape[1] * block_size, CHUNK)
+    # Shared memory holds the rings of two programs of head_dim 64, of one of 128.
+    programs, resident = tiles.seq.shape[0] * parts * kv_heads, 128 // q.shape[2]
+    splits = num_splits(programs, plan.tables.shape[1] * block_size, CHUNK, resident)
     if interpret is True:
         interpret = plgpu.InterpretGPUParams()
     return _attend(q, k_pages, v_pages, plan, sinks, Static(rows, heads, parts, splits, scoring, interpret or None))
@@ -127,14 +129,15 @@ def _kernel(
     @pl.when(num_rows > 0)
     def _():
         seq, position = seqs[tile], positions[tile] + first_row
-        end_key = jnp.minimum(position + num_rows, tables.shape[1] * block_size)
+        end_key = position + num_rows
         first_key = 0 if scoring.window is None else jnp.maximum(position - (scoring.window - 1), 0)
         last_block = lax.div(end_key - 1, jnp.int32(block_size))
-        first, end = share_of_chunks(jnp.int32(first_key), end_key, split, static.splits, CHUNK)
+        start, chunks = share_of_context(jnp.int32(first_key), end_key, split, static.splits, CHUNK, block_size)
+        first_block = lax.div(start, jnp.int32(block_size))
 
         def read_table(chunk):
             # Past the context its last block is read again: the copy then comes from the cache, and none is missing.
-            return [tables[seq, jnp.clip(chunk * pages + j, 0, last_block)] for j in range(pages)]
+            return [tables[seq, jnp.clip(first_block + chunk * pages + j, 0, last_block)] for j in range(pages)]
 
         def load(chunk, blocks):
             slot = lax.rem(chunk, jnp.int32(RING))
@@ -146,9 +149,9 @@ def _kernel(
         plgpu.copy_gmem_to_smem(q_ref.at[program, kv_head], q_smem.at[pl.ds(0, static.size)], q_ready)
         for ahead in range(RING - 1):
 
-            @pl.when(first + ahead < end)
+            @pl.when(ahead < chunks)
             def _(ahead=ahead):
-                load(first + ahead, read_table(first + ahead))
+                load(jnp.int32(ahead), read_table(ahead))
 
         plgpu.barrier_wait(q_ready)
 
@@ -166,8 +169,9 @@ def _kernel(
 
             scores = pl.run_scoped(score, plgpu.ACC((ROWS, CHUNK), jnp.float32)) * scoring.scale
             if scoring.soft_cap is not None:
-                scores = scoring.soft_cap * jnp.tanh(scores / scoring.soft_cap)
-            keys = i * CHUNK + _iota((ROWS, CHUNK), 1)
+                scores = scoring.soft_cap * _tanh(scores * (1 / scoring.soft_cap))
+            first_of_chunk = start + i * CHUNK
+            keys = first_of_chunk + _iota((ROWS, CHUNK), 1)
             query = position + lax.div(_iota((ROWS, CHUNK), 0), jnp.int32(static.heads))
             visible = (keys <= query) & (keys < end_key)
             if scoring.window is not None:
@@ -183,17 +187,17 @@ def _kernel(
 
             plgpu.barrier_wait(v_ready.at[slot])
 
-            @pl.when((i * CHUNK < first_key) | ((i + 1) * CHUNK > end_key))
+            @pl.when((first_of_chunk < first_key) | (first_of_chunk + CHUNK > end_key))
             def _():
                 # What no row sees has no weight, but may be NaN.
                 v = plgpu.load(v_smem.at[slot], layout=plgpu.Layout.WGMMA)
-                keys = i * CHUNK + _iota((CHUNK, head_dim), 0)
+                keys = first_of_chunk + _iota((CHUNK, head_dim), 0)
                 v_smem[slot] = jnp.where((keys >= first_key) & (keys < end_key), v, jnp.zeros_like(v))
 
             # Makes the stores visible to WGMMA, and is a barrier: from here on nothing reads the chunk before this one.
             plgpu.commit_smem()
 
-            @pl.when(i + (RING - 1) < end)
+            @pl.when(i + (RING - 1) < chunks)
             def _():
                 load(i + (RING - 1), blocks)
 
@@ -210,9 +214,9 @@ def _kernel(
             plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), line),
             plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
         )
-        top, total, acc = lax.fori_loop(first, end, step, empty)
+        top, total, acc = lax.fori_loop(0, chunks, step, empty)
 
-        seen = top > LOWEST
+        seen = (top > LOWEST) | (total != total)  # NaN has been seen
         total = jnp.where(seen, total, 1.0)
         share = jnp.where(seen, 1 / total, 0.0)
         out_smem[...] = (acc * lax.broadcast_in_dim(share, acc.shape, [0])).astype(out_smem.dtype)
@@ -222,6 +226,11 @@ def _kernel(
         plgpu.copy_smem_to_gmem(out_smem.at[written], out_ref.at[split, program, kv_head])
         plgpu.copy_smem_to_gmem(lse_smem.at[written], lse_ref.at[split, program, kv_head])
         plgpu.wait_smem_to_gmem(0)
+
+
+def _tanh(x):
+    """With `approx_math` the instruction for tanh is right to 11 bits only, too few for a score."""
+    return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2_E)))
 
 
 def _iota(shape: tuple[int, int], axis: int):

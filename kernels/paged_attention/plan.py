@@ -1,11 +1,14 @@
 """What the layers of a decoder share: query tiles, where each walks in its context, and a table that is safe to read."""
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from .checks import check_index, check_size, check_window, to_int32
 from .tiles import QueryTiles, Rows, cut_tiles, locate_rows, max_tiles, query_lengths, tile_size
 
 # Tokens of context that one trip of a CPU loop reads. On two cores with AVX2 (9 query heads, 3 KV heads, head_dim 64, block
@@ -57,7 +60,20 @@ def list_items(walk: Walk, tables: Int[Array, "S M"], block_size: int, chunk_tok
     return Items(tile, trip == 0, block * block_size, blocks, ends[-1])
 
 
-class AttentionPlan(NamedTuple):
+class Planned(NamedTuple):
+    """What a plan is for; all of it static."""
+
+    num_tokens: int
+    num_seqs: int
+    table_width: int
+    num_blocks: int
+    block_size: int
+    window: int | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionPlan:
     """Computed once a step for each block table and window; an implementation takes from it what it needs.
 
     Attributes:
@@ -66,6 +82,7 @@ class AttentionPlan(NamedTuple):
         wide: the sequences with more than one query row in tiles of C rows, and their items.
         single: the sequences with one query row, a tile each, and their items. All sequences where C is 1.
         place, wide_place, single_place: where each token stands in those tiles.
+        planned: what it was made for.
     """
 
     tables: Int[Array, "S M"]
@@ -75,6 +92,7 @@ class AttentionPlan(NamedTuple):
     place: Rows
     wide_place: Rows
     single_place: Rows
+    planned: Planned = field(metadata=dict(static=True))
 
 
 def plan_attention(
@@ -82,30 +100,42 @@ def plan_attention(
     kv_lens: Int[Array, "S"],
     block_tables: Int[Array, "S M"],
     cu_q_lens: Int[Array, "S+1"],
-    num_seqs: Int[Array, ""],
+    num_seqs: Int[Array, ""] | int,
     *,
     num_blocks: int,
     block_size: int,
     window: int | None,
 ) -> AttentionPlan:
-    """The plan for T = `num_tokens` flattened tokens; the arguments mean what they mean to `ragged_paged_attention`."""
+    """The plan for T = `num_tokens` flattened tokens; the arguments mean what they mean to `ragged_paged_attention`.
+
+    Row numbers, lengths and block ids that point outside the arrays are brought inside here, for all implementations.
+
+    Raises:
+        ValueError, TypeError: an argument is not as `ragged_paged_attention` takes it, or a size is not positive.
+    """
+    check_index(kv_lens, block_tables, cu_q_lens, num_seqs)
+    for name, size in dict(num_tokens=num_tokens, num_blocks=num_blocks, block_size=block_size).items():
+        check_size(name, size)
+    check_window(window)
+    num_seqs = to_int32(num_seqs).reshape(())
+    cu_q_lens = jnp.clip(to_int32(cu_q_lens), 0, num_tokens)
+    kv_lens = jnp.clip(to_int32(kv_lens), 0, block_tables.shape[1] * block_size)
+    tables = jnp.clip(to_int32(block_tables), 0, num_blocks - 1)
     size = tile_size(num_tokens, kv_lens.shape[0])
-    q_lens = query_lengths(num_tokens, cu_q_lens, num_seqs)
+    q_lens = query_lengths(cu_q_lens, num_seqs)
 
     def walk(q_lens, size) -> Walk:
         tiles = cut_tiles(q_lens, cu_q_lens, kv_lens, size, max_tiles(num_tokens, kv_lens.shape[0], size))
         first = jnp.zeros_like(tiles.position) if window is None else jnp.maximum(tiles.position - (window - 1), 0)
         end = lax.div(tiles.position + tiles.num_rows + (block_size - 1), jnp.int32(block_size))
-        end = jnp.minimum(end, block_tables.shape[1])
         return Walk(tiles, lax.div(first, jnp.int32(block_size)), jnp.where(tiles.num_rows > 0, end, 0))
 
     def items(q_lens, size, chunk_tokens) -> tuple[QueryTiles, Items]:
         walked = walk(q_lens, size)
         return walked.tiles, list_items(walked, tables, block_size, chunk_tokens)
 
-    tables = jnp.clip(block_tables, 0, num_blocks - 1)
     many = jnp.where(q_lens > 1, q_lens, 0)
-    one = q_lens if size == 1 else jnp.where(q_lens == 1, 1, 0)
+    one = q_lens if size == 1 else (q_lens == 1).astype(jnp.int32)
     return AttentionPlan(
         tables=tables,
         every=walk(q_lens, size),
@@ -114,4 +144,5 @@ def plan_attention(
         place=locate_rows(num_tokens, q_lens, cu_q_lens, size),
         wide_place=locate_rows(num_tokens, many, cu_q_lens, size),
         single_place=locate_rows(num_tokens, one, cu_q_lens, 1),
+        planned=Planned(num_tokens, *block_tables.shape, num_blocks, block_size, window),
     )

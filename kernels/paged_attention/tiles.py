@@ -56,11 +56,10 @@ def max_tiles(num_tokens: int, num_seqs: int, size: int) -> int:
     return min(num_tokens, (num_tokens + num_seqs * (size - 1)) // size)
 
 
-def query_lengths(num_tokens: int, cu_q_lens: Int[Array, "S+1"], num_seqs: Int[Array, ""]) -> Int[Array, "S"]:
+def query_lengths(cu_q_lens: Int[Array, "S+1"], num_seqs: Int[Array, ""]) -> Int[Array, "S"]:
     """Query tokens of each sequence; 0 at and past `num_seqs`, whatever stands in `cu_q_lens` there."""
-    bounds = jnp.clip(cu_q_lens, 0, num_tokens)
     live = jnp.arange(cu_q_lens.shape[0] - 1, dtype=jnp.int32) < num_seqs
-    return jnp.where(live, jnp.maximum(bounds[1:] - bounds[:-1], 0), 0)
+    return jnp.where(live, jnp.maximum(cu_q_lens[1:] - cu_q_lens[:-1], 0), 0)
 
 
 def cut_tiles(
@@ -75,7 +74,12 @@ def cut_tiles(
     num_tiles = ends[-1]
     num_rows = jnp.where(tile < num_tiles, jnp.minimum(q_lens[seq] - first_row, size), 0)
     return QueryTiles(
-        seq, cu_q_lens[seq] + first_row, num_rows, (kv_lens - q_lens)[seq] + first_row, num_tiles, jnp.arange(size)
+        seq,
+        cu_q_lens[seq] + first_row,
+        num_rows,
+        (kv_lens - q_lens)[seq] + first_row,
+        num_tiles,
+        jnp.arange(size, dtype=jnp.int32),
     )
 
 
@@ -86,6 +90,6 @@ def locate_rows(num_tokens: int, q_lens: Int[Array, "S"], cu_q_lens: Int[Array, 
     starts = cu_q_lens[:-1]
     row = jnp.arange(num_tokens, dtype=jnp.int32)
     owner = (row[:, None] >= starts) & (row[:, None] < starts + q_lens)
-    seq = jnp.argmax(owner, axis=1)
+    seq = lax.argmax(owner, 1, jnp.int32)
     within = row - starts[seq]
     return Rows(first_tile[seq] + lax.div(within, jnp.int32(size)), lax.rem(within, jnp.int32(size)), owner.any(1))

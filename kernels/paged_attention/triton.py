@@ -21,9 +21,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from . import dispatch
-from .combine import combine, num_splits, share_of_chunks
+from .combine import combine, num_splits, share_of_context
 from .plan import AttentionPlan
 from .scoring import LOG2_E, LOWEST, NO_SCALES, Scales, Scoring
+
+RESIDENT = 2  # programs on a multiprocessor
 
 
 class Blocking(NamedTuple):
@@ -89,7 +91,7 @@ def attend(
     group = num_heads // kv_heads
     blocking = choose_blocking(tiles.size, group, head_dim, q.dtype, k_pages.dtype, device_kind)
     programs = tiles.seq.shape[0] * blocking.parts(tiles.size)
-    splits = num_splits(programs * kv_heads, plan.tables.shape[1] * block_size, blocking.chunk)
+    splits = num_splits(programs * kv_heads, plan.tables.shape[1] * block_size, blocking.chunk, RESIDENT)
     converts_fp8 = dispatch.converts_fp8(device_kind)
     static = Static(blocking, splits, scoring, converts_fp8, bool(interpret))
     return _attend(q, k_pages, v_pages, plan, sinks, scales, static)
@@ -138,8 +140,8 @@ def _kernel(tables, seqs, starts, counts, positions, q_ref, k_ref, v_ref, *refs,
     scale_refs = iter(scale_refs)
     k_scale, v_scale = (next(scale_refs) if there else None for there in scaled)
     kv_head, split = pl.program_id(1), pl.program_id(2)
-    tile = lax.div(pl.program_id(0), parts)
-    first_row = lax.rem(pl.program_id(0), parts) * blocking.rows
+    tile = lax.div(pl.program_id(0), jnp.int32(parts))
+    first_row = lax.rem(pl.program_id(0), jnp.int32(parts)) * blocking.rows
     group, head_dim, dtype = q_ref.shape[1] // k_ref.shape[2], q_ref.shape[2], q_ref.dtype
 
     pieces = [first + jnp.arange(blocking.piece, dtype=jnp.int32) for first in blocking.pieces]
@@ -150,7 +152,7 @@ def _kernel(tables, seqs, starts, counts, positions, q_ref, k_ref, v_ref, *refs,
         count, start = (pltriton.load(x.at[tile], volatile=True) for x in (counts, starts))
         num_rows = jnp.minimum(count - first_row, blocking.rows)
         lines = jnp.arange(blocking.size, dtype=jnp.int32)
-        row, head = lax.div(lines, blocking.heads), lax.rem(lines, blocking.heads)
+        row, head = (op(lines, jnp.int32(blocking.heads)) for op in (lax.div, lax.rem))
         live = (row < num_rows) & (head < group)
         return num_rows, row, start + first_row + row, kv_head * group + head, live
 
@@ -165,17 +167,17 @@ def _kernel(tables, seqs, starts, counts, positions, q_ref, k_ref, v_ref, *refs,
     query = [pltriton.load(q_ref.at[place], mask=mask, other=0) for place, mask in places]
 
     read = partial(_read, converts_fp8=static.converts_fp8)
-    first_key, end_key = _context(tables.shape[1] * k_ref.shape[1], position, num_rows, scoring)
-    first_chunk, end_chunk = share_of_chunks(first_key, end_key, split, static.splits, blocking.chunk)
+    first_key, end_key = _context(position, num_rows, scoring)
+    start, chunks = share_of_context(first_key, end_key, split, static.splits, blocking.chunk, k_ref.shape[1])
     factor = scoring.scale if k_scale is None or len(k_scale.shape) > 1 else scoring.scale * k_scale[0]
 
     def step(i, sums):
         top, total, acc = sums
-        keys = i * blocking.chunk + jnp.arange(blocking.chunk, dtype=jnp.int32)
+        keys = start + i * blocking.chunk + jnp.arange(blocking.chunk, dtype=jnp.int32)
         within = (keys >= first_key) & (keys < end_key)
-        column = jnp.where(within, lax.div(keys, k_ref.shape[1]), 0)
+        column = jnp.where(within, lax.div(keys, jnp.int32(k_ref.shape[1])), 0)
         block = pltriton.load(tables.at[_index(keys.shape, seq, column)], mask=within, other=0)
-        offset = lax.rem(keys, k_ref.shape[1])
+        offset = lax.rem(keys, jnp.int32(k_ref.shape[1]))
         at = (block, offset, kv_head)
 
         # What lies outside the context is never read, so NaN there is 0 here.
@@ -205,9 +207,9 @@ def _kernel(tables, seqs, starts, counts, positions, q_ref, k_ref, v_ref, *refs,
     rows = (blocking.size,)
     empty = jnp.full(rows, LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32)
     empty = *empty, tuple(jnp.zeros((*rows, blocking.piece), jnp.float32) for _ in pieces)
-    top, total, acc = lax.fori_loop(first_chunk, end_chunk, step, empty)
+    top, total, acc = lax.fori_loop(0, chunks, step, empty)
 
-    seen = total > 0
+    seen = total != 0  # also NaN
     factor = 1 / jnp.where(seen, total, 1.0)
     if v_scale is not None and len(v_scale.shape) == 1:
         factor = factor * v_scale[0]
@@ -219,11 +221,10 @@ def _kernel(tables, seqs, starts, counts, positions, q_ref, k_ref, v_ref, *refs,
         pltriton.store(out_ref.at[place], (a * factor[:, None]).astype(out_ref.dtype), mask=mask)
 
 
-def _context(table_tokens: int, position, num_rows, scoring: Scoring):
+def _context(position, num_rows, scoring: Scoring):
     """The keys that some row of the tile sees: from the window's first to the last row's own; none where there is no row."""
     first = 0 if scoring.window is None else jnp.maximum(position - (scoring.window - 1), 0)
-    end = jnp.where(num_rows > 0, jnp.minimum(position + num_rows, table_tokens), 0)
-    return jnp.int32(first), end
+    return jnp.int32(first), jnp.where(num_rows > 0, position + num_rows, 0)
 
 
 def _index(shape: tuple[int, ...], *at):

@@ -81,12 +81,13 @@ def _walk(items: Items, queries: Float[Array, "P *rows X"], num_rows: tuple[int,
     One array and no scalars but the item's number: every kernel in here is compiled once a layer and launched once an item.
     """
     sums = jnp.full_like(queries, 0, shape=(queries.shape[0], *num_rows, head_dim + 2))
-    empty = jnp.where(jnp.arange(head_dim + 2) == head_dim + 1, LOWEST, 0).astype(sums.dtype)
+    # Also where no item begins: a tile that sees nothing.
+    sums = jnp.where(jnp.arange(head_dim + 2) == head_dim + 1, LOWEST, sums)
 
     def body(i, carry):
         current, whole = carry
         tile = _at(items.tile, i)
-        current = step(jnp.where(_at(items.starts, i), empty, current), _at(queries, tile), tile, i)
+        current = step(jnp.where(_at(items.starts, i), sums[0], current), _at(queries, tile), tile, i)
         return current, lax.dynamic_update_index_in_dim(whole, current, tile, 0)
 
     return lax.fori_loop(0, items.num_items, body, (sums[0], sums))[1]
@@ -120,7 +121,7 @@ def _walk_rows(q, keys: Stored, values: Stored, plan: AttentionPlan, scoring: Sc
     own, wide, (tiles, items) = own[:, :, None], _sum_dtype(q), plan.single
     queries = _at(q, jnp.clip(tiles.start, 0, q.shape[0] - 1)).astype(wide) * scoring.scale
     queries = jnp.where(own, queries[:, :, None], 0).reshape(-1, num_heads, kv_heads * head_dim)
-    offsets = jnp.arange(items.blocks.shape[1] * block_size)
+    offsets = jnp.arange(items.blocks.shape[1] * block_size, dtype=jnp.int32)
 
     def step(sums, query, tile, i):
         k, v = (_read(stored, _at(items.blocks, i), wide) for stored in (keys, values))
@@ -144,7 +145,7 @@ def _walk_tiles(q, keys: Stored, values: Stored, plan: AttentionPlan, scoring: S
     tiles, items = plan.wide
     queries = _cut_rows(q, tiles, kv_heads) * scoring.scale
     group = q.shape[1] // kv_heads
-    offsets = jnp.arange(items.blocks.shape[1] * block_size)
+    offsets = jnp.arange(items.blocks.shape[1] * block_size, dtype=jnp.int32)
 
     def step(sums, query, tile, i):
         k, v = (_read(stored, _at(items.blocks, i), queries.dtype) for stored in (keys, values))
@@ -167,8 +168,8 @@ def all_tiles_at_once(
     tiles, first, end = plan.every.tiles, plan.every.first_block, plan.every.end_block
     rows = _cut_rows(q, tiles, kv_heads)
     group = q.shape[1] // kv_heads
-    positions = tiles.position[:, None] + jnp.arange(tiles.size)
-    counts = jnp.arange(tiles.size) < tiles.num_rows[:, None]
+    positions = tiles.position[:, None] + tiles.offsets
+    counts = tiles.offsets < tiles.num_rows[:, None]
 
     width = plan.tables.shape[1]
     num_blocks = max(1, min(chunk_tokens // block_size, width))
@@ -176,11 +177,11 @@ def all_tiles_at_once(
 
     def body(j, softmax):
         block = first + j * num_blocks
-        column = jnp.minimum(block[:, None] + jnp.arange(num_blocks), width - 1)
+        column = jnp.minimum(block[:, None] + jnp.arange(num_blocks, dtype=jnp.int32), width - 1)
         ids = plan.tables[tiles.seq[:, None], column]
         tokens = num_blocks * block_size
         k, v = (_read(stored, ids, q.dtype).reshape(-1, tokens, kv_heads, head_dim) for stored in (keys, values))
-        key_positions = block[:, None] * block_size + jnp.arange(tokens)
+        key_positions = block[:, None] * block_size + jnp.arange(tokens, dtype=jnp.int32)
         visible = _visible(positions[:, :, None], key_positions[:, None], scoring) & counts[:, :, None]
         reach = _in_reach(tiles.position[:, None], tiles.num_rows[:, None], key_positions, scoring)
         v = jnp.where(reach[:, :, None, None], v, 0)
@@ -194,7 +195,7 @@ def all_tiles_at_once(
 
 def _cut_rows(q, tiles: QueryTiles, kv_heads: int) -> Float[Array, "P KV GC D"]:
     """The query rows of each tile, by KV head, then by head of its group, then by row."""
-    row = jnp.minimum(tiles.start[:, None] + jnp.arange(tiles.size), q.shape[0] - 1)
+    row = jnp.minimum(tiles.start[:, None] + tiles.offsets, q.shape[0] - 1)
     rows = q[jnp.maximum(row, 0)].astype(_sum_dtype(q))
     rows = rows.reshape(*row.shape, kv_heads, q.shape[1] // kv_heads, q.shape[2]).transpose(0, 2, 3, 1, 4)
     return rows.reshape(row.shape[0], kv_heads, -1, q.shape[2])
@@ -262,7 +263,7 @@ def _update(softmax: Softmax, scores, visible, scoring: Scoring, weigh) -> Softm
 def _finish(softmax: Softmax, sinks: Float[Array, "H"] | None, owned, dtype):
     """(out[T, H, D], lse[T, H]); 0 and -inf where no key was seen or no sequence owns the row."""
     top, total, acc = softmax
-    seen = (top > LOWEST) & owned[:, None]
+    seen = ~(top <= LOWEST) & owned[:, None]  # NaN has been seen
     if sinks is not None:
         sinks = sinks.astype(top.dtype)
         raised = jnp.maximum(top, sinks)

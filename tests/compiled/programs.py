@@ -19,7 +19,7 @@ WINDOWS = {"full": (None, None), "full and window": (None, 40, None), "everythin
 OPTIONS = {"everything": dict(enable_prefix_caching=True, max_beam_width=4)}  # else none
 
 
-def make_model(windows: tuple[int | None, ...], dtype: str = "float32"):
+def make_model(windows: tuple[int | None, ...], dtype: str = "float32", head_dim: int = HEAD_DIM):
     """graphdef and params."""
     config = LlamaConfig(
         vocab_size=101,
@@ -29,16 +29,16 @@ def make_model(windows: tuple[int | None, ...], dtype: str = "float32"):
         num_heads=6,
         num_kv_heads=KV_HEADS,
         max_model_len=512,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         windows=windows,
         dtype=dtype,
     )
     return nnx.split(Llama(config, rngs=nnx.Rngs(0)))
 
 
-def step_program(kind: str = "full", dtype: str = "float32", decoder=None):
+def step_program(kind: str = "full", dtype: str = "float32", decoder=None, head_dim: int = HEAD_DIM):
     """A function `(params, state, max_steps)` and its abstract arguments; the state is to be donated (argument 1)."""
-    graphdef, params = make_model(WINDOWS[kind], dtype) if decoder is None else nnx.split(decoder)
+    graphdef, params = make_model(WINDOWS[kind], dtype, head_dim) if decoder is None else nnx.split(decoder)
     sizes = dict(max_model_len=320, max_num_seqs=RUNNING, max_num_batched_tokens=BUDGET)
     config = EngineConfig(NUM_BLOCKS, **sizes, **OPTIONS.get(kind, {}))
     sizes = step.cache_config(config, nnx.merge(graphdef, params))

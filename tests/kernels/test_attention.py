@@ -10,7 +10,7 @@ import pytest
 from cases import Heads, assert_matches, attend, expected, make_batch, with_arrays
 from jax.sharding import PartitionSpec as P
 
-from paged_jax.kernels import ragged_paged_attention, write_kv
+from paged_jax.kernels import plan_attention, ragged_paged_attention, write_kv
 from paged_jax.kernels.paged_attention.reference import reference_attention
 from paged_jax.kernels.paged_attention.scoring import Scales, Scoring
 
@@ -123,9 +123,10 @@ def test_a_sink_far_from_the_scores_neither_overflows_nor_counts(form):
 @every_form
 @pytest.mark.parametrize("lens, num_tokens", [([(1, 1100), (1, 3), (1, 512)], 4), ([(60, 400), (1, 300)], 64)])
 def test_contexts_of_several_full_chunks_match_the_reference(form, lens, num_tokens):
-    heads = replace(WINDOWED_FOR[form], scoring=dict(window=700))
-    batch = make_batch(heads, lens, num_tokens=num_tokens, num_seqs=4, table_width=71)
-    assert_matches(heads, attend(form, heads, batch, small_chunks=False), expected(heads, batch))
+    for window in (700, None):  # without, Mosaic's ring of chunks is filled again
+        heads = replace(WINDOWED_FOR[form], scoring=dict(window=window))
+        batch = make_batch(heads, lens, num_tokens=num_tokens, num_seqs=4, table_width=71)
+        assert_matches(heads, attend(form, heads, batch, small_chunks=False), expected(heads, batch))
 
 
 @every_form
@@ -305,6 +306,102 @@ def test_a_batch_with_nothing_in_it_gives_zeros(empty):
     assert lse.shape == (size["T"], 4) and np.isneginf(lse).all()
 
 
+@every_form
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("lens, num_tokens", [([(1, 0), (1, 3), (1, 0)], 4), ([(1, 0), (1, 9), (3, 2), (36, 5)], 48)])
+def test_a_row_that_sees_no_key_gives_zero_and_no_mass(form, sinks, lens, num_tokens):
+    heads = replace(WINDOWED_FOR[form], sinks=sinks)
+    batch = make_batch(heads, lens, num_tokens=num_tokens, num_seqs=4, table_width=6)
+    assert_matches(heads, attend(form, heads, batch), expected(heads, batch))
+
+
+@every_form
+def test_nan_of_a_live_row_is_seen_in_its_result_and_in_no_other(form):
+    heads = WINDOWED_FOR[form]
+    batch = make_batch(heads, [(1, 50), (1, 96), (2, 9)], num_tokens=4, num_seqs=4, table_width=6)
+    want = expected(heads, batch)
+    q = np.array(batch.q, np.float32)
+    q[1] = np.nan
+    out, lse = attend(form, heads, with_arrays(batch, q=jnp.asarray(q, batch.q.dtype)))
+    assert np.isnan(np.asarray(out[1], np.float32)).all() and np.isnan(lse[1]).all()
+    others = np.array([0, 2, 3])
+    assert_matches(heads, (out[others], lse[others]), [x[others] for x in want])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("lens, num_tokens", [([(1, 50), (1, 9)], 2), ([(7, 50), (1, 9)], 9)])
+def test_with_64_bit_numbers_enabled_nothing_changes(implementation, lens, num_tokens):
+    heads = Heads(16, 16, 2, 2, dict(window=20))
+    batch = make_batch(heads, lens, num_tokens=num_tokens, num_seqs=2, table_width=4)
+    interpret = implementation != "xla"
+    options = dict(implementation=implementation, interpret=interpret, return_lse=True, **heads.scoring)
+    with jax.enable_x64(True):
+        got = jax.jit(functools.partial(ragged_paged_attention, **options))(*batch.arrays)
+        wide = [np.asarray(x, np.float64 if x.ndim > 2 else np.int64) for x in batch.arrays]
+        wider = ragged_paged_attention(*wide, return_lse=True, **heads.scoring)
+    assert got[1].dtype == wider[1].dtype == jnp.float32 and wider[0].dtype == jnp.float64
+    assert_matches(heads, got, expected(heads, batch))
+    assert_matches(heads, wider, expected(heads, batch))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.int16])
+def test_integers_that_int32_does_not_hold_do_not_wrap_around(dtype):
+    heads = Heads(16, 16, 2, 2)
+    batch = make_batch(heads, [(1, 96), (1, 9)], num_tokens=2, num_seqs=2, table_width=6)
+    q, k_pages, v_pages, kv_lens, tables, cu_q_lens, _ = map(np.asarray, batch.arrays)
+    large = min(2**40, np.iinfo(dtype).max)
+    kv_lens = np.array([large, 9], dtype)
+    got = ragged_paged_attention(q, k_pages, v_pages, kv_lens, tables, cu_q_lens, 2**70, return_lse=True)
+    assert_matches(heads, got, expected(heads, batch))
+
+
+@every_form
+def test_lengths_and_rows_that_point_outside_are_brought_inside(form):
+    heads = WINDOWED_FOR[form]
+    batch = make_batch(heads, [(2, 50), (1, 96)], num_tokens=4, num_seqs=4, table_width=6, poison=False)
+    outside = with_arrays(batch, kv_lens=np.array([50, 400, 7, -9]), cu_q_lens=np.array([-5, 2, 3, 99, -1]))
+    outside = with_arrays(outside, num_seqs=np.int32(2))
+    assert_matches(heads, attend(form, heads, outside), expected(heads, batch))
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(kv_lens=[3, 5]), TypeError, r"kv_lens is a list; expected an array \[S\]"),
+        (dict(cu_q_lens=jnp.arange(4)), ValueError, r"cu_q_lens has shape \(4,\); expected \(3,\)"),
+        (dict(num_tokens=0), ValueError, r"num_tokens=0; expected at least 1"),
+        (dict(num_tokens=2.0), TypeError, r"num_tokens=2\.0; expected an int"),
+        (dict(num_blocks=0), ValueError, "num_blocks=0; expected at least 1"),
+        (dict(block_size=0), ValueError, "block_size=0; expected at least 1"),
+        (dict(window=0), ValueError, "window=0; expected at least 1"),
+    ],
+)
+def test_a_bad_argument_of_a_plan_is_named_with_its_value(change, error, message):
+    good = dict(
+        num_tokens=2, kv_lens=jnp.array([3, 5]), block_tables=jnp.zeros((2, 4), jnp.int32), cu_q_lens=jnp.arange(3)
+    )
+    with pytest.raises(error, match=message):
+        plan_attention(**good | dict(num_seqs=2, num_blocks=5, block_size=8, window=None) | change)
+
+
+def test_a_plan_serves_only_what_it_was_made_for():
+    q, pages, index = (
+        _f32(2, 4, 16),
+        _f32(5, 8, 2, 16),
+        (jnp.array([3, 5]), jnp.zeros((2, 4), jnp.int32), jnp.arange(3), 2),
+    )
+    sizes = dict(num_blocks=5, block_size=8, window=None)
+    plan = plan_attention(2, *index, **sizes)
+    assert ragged_paged_attention(q, pages, pages, *index, plan=plan).shape == q.shape
+    for change in (dict(num_blocks=99), dict(block_size=16), dict(window=3)):
+        with pytest.raises(ValueError, match=r"plan was made for Planned\(num_tokens=2.*; expected Planned\("):
+            ragged_paged_attention(q, pages, pages, *index, plan=plan_attention(2, *index, **sizes | change))
+    with pytest.raises(ValueError, match="plan was made for Planned"):
+        ragged_paged_attention(_f32(1, 4, 16), pages, pages, *index, plan=plan)
+    with pytest.raises(TypeError, match="plan is a tuple; expected what plan_attention made"):
+        ragged_paged_attention(q, pages, pages, *index, plan=())
+
+
 def _f32(*shape):
     return jnp.zeros(shape, jnp.float32)
 
@@ -315,7 +412,7 @@ def _f32(*shape):
         (dict(q=_f32(4, 64)), ValueError, r"q has shape \(4, 64\); expected \[T, H, D\]"),
         (dict(q=_f32(4, 5, 16)), ValueError, "q has 5 heads; expected a multiple of the 2 KV heads"),
         (dict(q=_f32(4, 4, 8)), ValueError, "k_pages has head_dim 16; expected 8"),
-        (dict(q=jnp.zeros((4, 4, 16), jnp.int32)), TypeError, "q has dtype int32; expected a floating dtype"),
+        (dict(q=jnp.zeros((4, 4, 16), jnp.int32)), TypeError, "q has dtype int32; expected float32, bfloat16"),
         (dict(q=jnp.zeros((4, 4, 16), jnp.bfloat16)), TypeError, "k_pages has dtype float32; expected bfloat16"),
         (dict(k_pages=_f32(5, 8, 32)), ValueError, r"k_pages has shape \(5, 8, 32\)"),
         (dict(v_pages=_f32(5, 8, 2, 8)), ValueError, r"v_pages has shape \(5, 8, 2, 8\); expected \(5, 8, 2, 16\)"),
@@ -334,16 +431,26 @@ def _f32(*shape):
         (dict(block_tables=_f32(2, 4)), TypeError, "block_tables has dtype float32"),
         (dict(cu_q_lens=jnp.zeros(2, jnp.int32)), ValueError, r"cu_q_lens has shape \(2,\); expected \(3,\)"),
         (dict(num_seqs=jnp.zeros(2, jnp.int32)), ValueError, r"num_seqs has shape \(2,\); expected a scalar"),
-        (dict(num_seqs=1.5), TypeError, "num_seqs has dtype float32"),
+        (dict(num_seqs=1.5), TypeError, "num_seqs is a float; expected an array"),
+        (dict(num_seqs=jnp.float32(1)), TypeError, "num_seqs has dtype float32"),
         (dict(sinks=_f32(2)), ValueError, r"sinks has shape \(2,\); expected \(4,\)"),
         (dict(window=0), ValueError, "window=0; expected at least 1"),
         (dict(window=-3), ValueError, "window=-3; expected at least 1"),
-        (dict(window=2.0), TypeError, r"window=2\.0; expected an int"),
+        (dict(window=2.0), TypeError, r"window=2\.0; expected an int of at least 1"),
         (dict(scale="a"), TypeError, "scale='a'; expected a Python number or None"),
         (dict(scale=_f32()), TypeError, "scale=Array.*; expected a Python number or None"),
         (dict(scale=float("inf")), ValueError, "scale=inf; expected a finite number"),
         (dict(soft_cap="a"), TypeError, "soft_cap='a'; expected a Python number or None"),
         (dict(soft_cap=True), TypeError, "soft_cap=True; expected a Python number or None"),
+        (dict(scale=1e300), ValueError, "scale=1e[+]300; expected a finite number that float32 holds"),
+        (dict(soft_cap=10**400), ValueError, "soft_cap=10*; expected a finite number above 0 that float32 holds"),
+        (dict(q=_f32(4, 0, 16)), ValueError, r"q has shape \(4, 0, 16\); expected at least one head"),
+        (dict(q=jnp.zeros((4, 4, 16), jnp.float8_e5m2)), TypeError, "q has dtype float8_e5m2; expected float32"),
+        (dict(sinks=jnp.zeros(4, jnp.int32)), TypeError, "sinks has dtype int32; expected a floating dtype"),
+        (dict(num_seqs=None), TypeError, "num_seqs is a NoneType; expected an array"),
+        (dict(num_seqs="x"), TypeError, "num_seqs is a str"),
+        (dict(k_scale="1"), TypeError, "k_scale is a str; expected an array or a number"),
+        (dict(kv_lens=np.array(["a", "b"])), TypeError, "kv_lens has dtype <U1; expected an integer dtype"),
         (dict(q=[[[0.0]]]), TypeError, "q is a list; expected an array"),
         (dict(v_pages=None), TypeError, "v_pages is a NoneType; expected an array"),
         (dict(sinks=[0.0] * 4), TypeError, "sinks is a list; expected an array"),

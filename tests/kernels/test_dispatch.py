@@ -18,6 +18,10 @@ COMMON = Problem("bfloat16", "bfloat16", head_dim=128, block_size=16, group=4, p
         ("cuda", "NVIDIA H100 80GB HBM3", {}, "mosaic_gpu"),
         ("cuda", "NVIDIA A100-SXM4-80GB", {}, "triton"),
         ("cuda", "NVIDIA B200", {}, "triton"),
+        ("cuda", "Tesla V100-SXM2-16GB", {}, "xla"),
+        ("cuda", "Tesla T4", {}, "xla"),
+        ("cuda", "NVIDIA GeForce RTX 2080 Ti", {}, "xla"),
+        ("cuda", "NVIDIA RTX 6000 Ada Generation", {}, "triton"),
         ("cuda", None, {}, "xla"),
         ("cuda", "NVIDIA H200", dict(head_dim=80), "triton"),
         ("cuda", "NVIDIA H200", dict(block_size=24), "triton"),
@@ -45,7 +49,6 @@ def _arguments(q_dtype=jnp.float32, head_dim=64, block_size=8):
     "implementation, change, reason",
     [
         ("triton", dict(head_dim=512), "head_dim 512 is not covered, only 1 to 256"),
-        ("triton", dict(q_dtype=jnp.float8_e5m2), "q of dtype float8_e5m2 is not covered, only float32, bfloat16"),
         ("mosaic_gpu", {}, "q of dtype float32 is not covered, only bfloat16, float16"),
         ("mosaic_gpu", dict(q_dtype=jnp.bfloat16, head_dim=80), "head_dim 80 is not covered, only 64, 128"),
         ("mosaic_gpu", dict(q_dtype=jnp.bfloat16, block_size=12), "block_size 12 is not covered, only 8, 16, 32, 64"),
@@ -54,6 +57,15 @@ def _arguments(q_dtype=jnp.float32, head_dim=64, block_size=8):
 def test_a_named_implementation_that_does_not_cover_the_arguments_says_why(implementation, change, reason):
     with pytest.raises(NotImplementedError, match=f"implementation='{implementation}' cannot run this: {reason}"):
         ragged_paged_attention(*_arguments(**change), implementation=implementation, interpret=True)
+
+
+@pytest.mark.parametrize(
+    "implementation, kind, devices",
+    [("triton", "Tesla T4", "Ampere .sm_80. and later"), ("mosaic_gpu", "NVIDIA A100-SXM4-80GB", "Hopper .sm_90a.")],
+)
+def test_a_named_implementation_that_the_device_cannot_run_says_why(implementation, kind, devices):
+    with pytest.raises(NotImplementedError, match=f"device '{kind}' is not covered, only {devices}"):
+        _lower_for(kind, jnp.bfloat16, implementation=implementation)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
@@ -70,14 +82,38 @@ def test_on_a_cpu_none_is_xla():
         for name in (None, "xla")
     ]
     assert text[0].count("stablehlo.while") == text[1].count("stablehlo.while") > 0
-    assert "triton" not in text[0]
+    assert "triton" not in text[0] and "mosaic_gpu" not in text[0]
+
+
+def _lower_for(kind, dtype, **options) -> str:
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Explicit,), abstract_device=device)
+    specs = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in _arguments(dtype)]
+    call = jax.jit(lambda *arrays: ragged_paged_attention(*arrays, **options))
+    with jax.sharding.use_abstract_mesh(mesh):
+        return call.trace(*specs).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("kind, want", [("NVIDIA H200", "mosaic_gpu"), ("NVIDIA A100-SXM4-80GB", "triton")])
 def test_lowered_for_a_gpu_none_is_its_kernel(kind, want):
-    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Explicit,), abstract_device=device)
-    specs = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in _arguments(jnp.bfloat16)]
-    with jax.sharding.use_abstract_mesh(mesh):
-        text = jax.jit(ragged_paged_attention).trace(*specs).lower(lowering_platforms=("cuda",)).as_text()
+    text = _lower_for(kind, jnp.bfloat16)
     assert ("triton" in text, "mosaic_gpu" in text) == (want == "triton", want == "mosaic_gpu")
+
+
+def _products(jaxpr):
+    """All dot_general equations, those inside kernels and loops too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from _products(inner)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_no_product_of_float32_is_done_in_tensor_float_32(implementation):
+    call = lambda *arrays: ragged_paged_attention(*arrays, implementation=implementation, interpret=True)  # noqa: E731
+    products = list(_products(jax.make_jaxpr(call)(*_arguments()).jaxpr))
+    assert len(products) >= 2
+    highest = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    assert [e for e in products if e.params["precision"] != highest] == []

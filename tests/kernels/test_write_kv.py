@@ -36,6 +36,16 @@ def test_a_slot_outside_the_pool_is_dropped(slot):
         np.testing.assert_array_equal(after, before)
 
 
+@pytest.mark.parametrize(
+    "slot, dtype", [(2**32 + 1, np.int64), (-(2**32) + 1, np.int64), (2**32 - 1, np.uint32), (255, np.uint8)]
+)
+def test_a_slot_that_int32_does_not_hold_is_dropped(slot, dtype):
+    rng = np.random.default_rng(1)
+    pages, new = [np.asarray(x) for x in _pages(rng)], _new(rng, 1)
+    for before, after in zip(pages, write_kv(*pages, *new, np.array([slot], dtype)), strict=True):
+        np.testing.assert_array_equal(after, before)
+
+
 def test_donated_pages_are_written_in_place():
     prime = 1009
     pages = jax.ShapeDtypeStruct((prime, B, KV, D), jnp.float32)
@@ -70,6 +80,8 @@ def test_a_pool_of_more_than_2_to_the_31_numbers_is_never_indexed_flat():
         (dict(v=np.zeros((3, KV, D), np.float16)), TypeError, "v has dtype float16; expected float32"),
         (dict(slots=np.zeros((3, 1), np.int32)), ValueError, r"slots has shape \(3, 1\)"),
         (dict(slots=np.zeros(3, np.float32)), TypeError, "slots has dtype float32"),
+        (dict(slots=[0, 1, 2]), TypeError, r"slots is a list; expected an array \[T\]"),
+        (dict(k=None), TypeError, "k is a NoneType; expected an array"),
     ],
 )
 def test_a_bad_argument_is_named_with_its_value(change, error, message):
@@ -77,4 +89,4 @@ def test_a_bad_argument_is_named_with_its_value(change, error, message):
     good |= dict(zip(("k", "v"), _new(np.random.default_rng(0), 3), strict=True))
     good |= dict(slots=jnp.zeros(3, jnp.int32))
     with pytest.raises(error, match=message):
-        write_kv(**good | {name: jnp.asarray(x) for name, x in change.items()})
+        write_kv(**good | change)

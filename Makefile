@@ -10,6 +10,8 @@ OLDEST := 0.11.2
 CORE_TESTS := tests/test_compiled.py tests/test_compiled_checks.py tests/test_step.py tests/test_engine.py tests/test_cache_manager.py \
 	tests/test_parallel_sampling.py tests/test_prefix_caching.py
 
+CUDA_TESTS := tests/test_cuda_compile.py tests/test_cuda_kernels_compile.py
+
 # Two processes, each with files of its own: nearly all of the time is compiling.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -54,7 +56,7 @@ test-oldest: .venv-oldest/.ready
 # Without the compiler's wheels nothing is compiled, and it says so.
 test-cuda-compile:
 	@if $(MAKE) .venv-cuda/.ready; then \
-		JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -q --durations=10 tests/test_cuda_compile.py tests/test_cuda_kernels_compile.py; \
+		JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -q --durations=10 -n 2 --dist loadgroup $(CUDA_TESTS); \
 	else \
 		echo "SKIPPED: the CUDA plugin wheels could not be installed, so nothing was compiled for a GPU" >&2; \
 	fi

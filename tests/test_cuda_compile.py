@@ -10,7 +10,11 @@ from compiled.checks import attention_kernels, count_kernels, page_faults, stead
 from compiled.program import read
 
 LACKING = cuda.missing_wheels()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(LACKING), reason=LACKING)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(LACKING), reason=LACKING),
+    pytest.mark.xdist_group("programs"),  # in one process, which compiles each program once
+]
 
 MOST_KERNELS = {"step, full": 70, "generate, full and window": 70}  # in a greedy decode step, outside the decoder
 WITH_EVERYTHING = 120

@@ -70,10 +70,11 @@ def choose_blocking(tile: int, group: int, head_dim: int, q_dtype, kv_dtype, dev
         # Products of float32 have no matrix instruction here: a thread holds its operands' whole summed axis in registers.
         # The sizes are those that were found to leave no spills: ptxas would rather spill one number than run fewer programs.
         rows = max(1, min(tile, 16 // heads))
-        if jnp.dtype(kv_dtype).itemsize == 1:
-            return Blocking(rows, heads, width, max(16, width // 8), 16, 8, 1)
+        num_warps = 4 if width <= 128 else 8
+        if kv_dtype != q_dtype:
+            return Blocking(rows, heads, width, min(width, 32), 16, num_warps, 1)
         stages = 2 if device_kind is None or dispatch.is_hopper(device_kind) else 3
-        return Blocking(rows, heads, width, 16, 16, 4 if width <= 128 else 8, stages)
+        return Blocking(rows, heads, width, 16, 16, num_warps, stages)
     rows = max(1, min(tile, max(16, 8192 // width) // heads))
     # Numbers of one byte are converted on the way, which takes threads.
     large = rows * heads * width > 4096 or width > 128 or jnp.dtype(kv_dtype).itemsize == 1

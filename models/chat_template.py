@@ -1,4 +1,4 @@
-"""Chat templates as Hugging Face models carry them: Jinja in a sandbox."""
+"""Chat templates as Hugging Face models have them: Jinja in a sandbox."""
 
 import datetime
 import json
@@ -9,9 +9,10 @@ from paged_jax.models.errors import require
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-    """The prompt a template makes of messages (each with `role` and `content`).
+    """Return the prompt that a template makes of messages, each with `role` and `content`.
 
-    Raises ValueError when the template does not compile, reads what is not there or refuses the messages.
+    Raises ValueError where the template does not compile, reads what is not there or refuses the
+    messages.
     """
     jinja2 = require("jinja2", "a chat template")
     sandbox = require("jinja2.sandbox", "a chat template")

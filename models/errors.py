@@ -1,11 +1,16 @@
-"""What a loader raises."""
+"""What loaders raise."""
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 
 class ModelLoadError(ValueError):
-    """A checkpoint cannot be read as it stands; the message names file, key or tensor, and what was expected."""
+    """A checkpoint that cannot be read as it stands.
+
+    The message names file, key or tensor, and what was expected.
+    """
 
 
 class MissingExtraError(ImportError):
@@ -13,9 +18,25 @@ class MissingExtraError(ImportError):
 
 
 def require(module: str, purpose: str) -> ModuleType:
-    """The module, or a `MissingExtraError` that says what it is needed for and how to install it."""
+    """Import a module of the extra.
+
+    Raises MissingExtraError that says what it is needed for and how to install it.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise MissingExtraError(f"{purpose} needs {package!r}: pip install 'paged-jax[text]'", name=package) from error
+        raise MissingExtraError(
+            f"{purpose} needs {package!r}: pip install 'paged-jax[text]'", name=package
+        ) from error
+
+
+@contextmanager
+def load_errors(origin: object) -> Iterator[None]:
+    """Turn a ValueError raised inside into a ModelLoadError that begins with `origin`."""
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except ValueError as error:
+        raise ModelLoadError(f"{origin}: {error}") from error

@@ -1,16 +1,15 @@
-"""What a GGUF file of a Llama-family model means: config, tensor names, the order of query and key rows."""
+"""What a GGUF file of a Llama-family model means: config, tensor names, order of rows."""
 
 from typing import Any
 
 import numpy as np
 
-from paged_jax.models.errors import ModelLoadError
+from paged_jax.models.errors import ModelLoadError, load_errors
+from paged_jax.models.families import family_of
 from paged_jax.models.gguf_file import GGUFFile
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.rope import RopeConfig
 from paged_jax.models.weights import TensorSource
-
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral and SmolLM files say llama
 
 TEMPLATES = {
     "embed": "token_embd",
@@ -31,35 +30,57 @@ TEMPLATES = {
 ROPE_FACTORS = "rope_freqs.weight"
 
 
+class _Keys:
+    """Metadata of one architecture, each value checked for its type."""
+
+    def __init__(self, file: GGUFFile):
+        self.file = file
+        self.architecture = self.read("general.architecture", str)
+        self.family = family_of(self.architecture, "gguf", file.path)
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """Return the value of `<architecture>.<key>`, as `read` does."""
+        return self.read(f"{self.architecture}.{key}", kind, default)
+
+    def read(self, key: str, kind: type, default: Any = None) -> Any:
+        """Return a value of type `kind`. A list of equal values, one a layer, counts as the value.
+
+        Raises ModelLoadError for another type, and for an absent key without a default.
+        """
+        path = self.file.path
+        value = self.file.metadata.get(key, default)
+        if value is None:
+            raise ModelLoadError(f"{path}: key {key!r} is missing, expected {kind.__name__}")
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ModelLoadError(f"{path}: key {key!r} must be {kind.__name__}, got {value!r:.80}")
+        return value
+
+
 def read_config(file: GGUFFile, dtype: str) -> LlamaConfig:
-    """The decoder's config from metadata and from which tensors there are. Raises ModelLoadError."""
-    architecture = _get(file, "general.architecture", str)
-    if architecture not in ARCHITECTURES:
-        raise ModelLoadError(
-            f"{file.path}: architecture {architecture!r} is unknown, known are {', '.join(ARCHITECTURES)}"
-        )
+    """Read the decoder's config from the metadata and from which tensors the file has.
 
-    def get(key: str, kind: type, default: Any = None) -> Any:
-        return _get(file, f"{architecture}.{key}", kind, default)
-
+    Raises ModelLoadError.
+    """
+    keys = _Keys(file)
+    get, tensors = keys.get, file.tensors
     if (experts := get("expert_count", int, 0)) > 0:
-        raise ModelLoadError(f"{file.path}: {experts} experts are unsupported, expected a dense model")
-    hidden, num_heads = get("embedding_length", int), get("attention.head_count", int)
-    head_dim = get("attention.key_length", int, hidden // max(num_heads, 1))
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if (width := get(key, int, head_dim)) != head_dim:
-            raise ModelLoadError(
-                f"{file.path}: key '{architecture}.{key}' is {width}, expected the head width {head_dim}"
-            )
-    if "token_embd.weight" not in file.tensors:
         raise ModelLoadError(
-            f"{file.path}: tensor 'token_embd.weight' is missing, expected with shape (vocab_size, {hidden})"
+            f"{file.path}: {experts} experts are unsupported, expected a dense model"
+        )
+    hidden, num_heads = get("embedding_length", int), get("attention.head_count", int)
+    head_dim = _head_dim(keys, hidden // max(num_heads, 1))
+    if "token_embd.weight" not in tensors:
+        raise ModelLoadError(
+            f"{file.path}: tensor 'token_embd.weight' is missing, "
+            f"expected with shape (vocab_size, {hidden})"
         )
     num_layers, max_len = get("block_count", int), get("context_length", int)
     window = get("attention.sliding_window", int, 0)
-    try:
+    with load_errors(file.path):
         return LlamaConfig(
-            vocab_size=file.tensors["token_embd.weight"].shape[0],
+            vocab_size=tensors["token_embd.weight"].shape[0],
             hidden_size=hidden,
             intermediate_size=get("feed_forward_length", int),
             num_layers=num_layers,
@@ -68,32 +89,28 @@ def read_config(file: GGUFFile, dtype: str) -> LlamaConfig:
             max_model_len=max_len,
             head_dim=head_dim,
             rms_norm_eps=get("attention.layer_norm_rms_epsilon", float),
-            rope=_rope(file, architecture),
+            rope=_rope(keys),
             windows=(window,) * num_layers if 0 < window < max_len else (),
-            tie_embeddings="output.weight" not in file.tensors,
-            qkv_bias="blk.0.attn_q.bias" in file.tensors,
-            out_bias="blk.0.attn_output.bias" in file.tensors,
-            mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
-            qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
-            eos_token_ids=_eos_token_ids(file),
+            tie_embeddings="output.weight" not in tensors,
+            qkv_bias="blk.0.attn_q.bias" in tensors,
+            out_bias="blk.0.attn_output.bias" in tensors,
+            mlp_bias="blk.0.ffn_gate.bias" in tensors,
+            qk_norm="blk.0.attn_q_norm.weight" in tensors,
+            eos_token_ids=_eos_token_ids(keys),
             dtype=dtype,
         )
-    except ModelLoadError:
-        raise
-    except ValueError as error:
-        raise ModelLoadError(f"{file.path}: {error}") from error
 
 
 def tensor_source(file: GGUFFile, config: LlamaConfig) -> TensorSource:
-    """The file's tensors in the row order of Hugging Face checkpoints."""
+    """Return the file's tensors with their rows in the order of Hugging Face checkpoints."""
     shapes = {name: info.shape for name, info in file.tensors.items() if name != ROPE_FACTORS}
-    interleaved = file.metadata["general.architecture"] == "llama"
+    is_interleaved = _Keys(file).family.interleaved_rope
 
     def read(name: str) -> np.ndarray:
         values = file.read(name)
-        if interleaved and ".attn_q." in name:
+        if is_interleaved and ".attn_q." in name:
             return _split_halves(values, config.num_heads)
-        if interleaved and ".attn_k." in name:
+        if is_interleaved and ".attn_k." in name:
             return _split_halves(values, config.num_kv_heads)
         return values
 
@@ -101,38 +118,47 @@ def tensor_source(file: GGUFFile, config: LlamaConfig) -> TensorSource:
 
 
 def _split_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Llama files hold each head's rotated pairs as neighbours; the decoder takes first halves, then second halves."""
+    """Reorder each head's rows from rotated pairs side by side to first halves, then second halves.
+
+    Row i and row i + head_dim / 2 are then a pair, as `rope.rotate` takes them. One head of six
+    rows, a pair being two equal letters: `[a a' b b' c c'] -> [a b c a' b' c']`.
+    """
     pairs = rows.reshape(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _rope(file: GGUFFile, architecture: str) -> RopeConfig:
-    theta = _get(file, f"{architecture}.rope.freq_base", float, 10000.0)
-    kind = _get(file, f"{architecture}.rope.scaling.type", str, "none")
-    factor = _get(file, f"{architecture}.rope.scaling.factor", float, 0.0)
-    legacy = _get(file, f"{architecture}.rope.scale_linear", float, 0.0)
+def _head_dim(keys: _Keys, default: int) -> int:
+    """Read the head width, which keys, values and rotation must share. Raises ModelLoadError."""
+    head_dim = keys.get("attention.key_length", int, default)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (width := keys.get(key, int, head_dim)) != head_dim:
+            raise ModelLoadError(
+                f"{keys.file.path}: key '{keys.architecture}.{key}' is {width}, "
+                f"expected the head width {head_dim}"
+            )
+    return head_dim
+
+
+def _rope(keys: _Keys) -> RopeConfig:
+    """Read base and scaling. A tensor of factors, where there is one, is the whole scaling."""
+    theta = keys.get("rope.freq_base", float, 10000.0)
+    kind = keys.get("rope.scaling.type", str, "none")
+    factor = keys.get("rope.scaling.factor", float, 0.0)
+    legacy = keys.get("rope.scale_linear", float, 0.0)
     if kind not in ("none", "linear"):
-        raise ModelLoadError(f"{file.path}: rope type {kind!r} is unsupported, expected none or linear")
-    if ROPE_FACTORS in file.tensors:
-        return RopeConfig(theta, "factors", factors=tuple(file.read(ROPE_FACTORS).astype(float).ravel().tolist()))
+        raise ModelLoadError(
+            f"{keys.file.path}: rope type {kind!r} is unsupported, expected none or linear"
+        )
+    if ROPE_FACTORS in keys.file.tensors:
+        factors = keys.file.read(ROPE_FACTORS).astype(float).ravel().tolist()
+        return RopeConfig(theta, "factors", factors=tuple(factors))
     if kind == "linear" or legacy > 0:
         return RopeConfig(theta, "linear", factor or legacy or 1.0)
     return RopeConfig(theta)
 
 
-def _eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
-    """Ends of text, of turn and of message all end an answer."""
-    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    return tuple(dict.fromkeys(_get(file, key, int) for key in keys if key in file.metadata))
-
-
-def _get(file: GGUFFile, key: str, kind: type, default: Any = None) -> Any:
-    """A metadata value of the given kind; without a default an absent key raises ModelLoadError."""
-    value = file.metadata.get(key, default)
-    if value is None:
-        raise ModelLoadError(f"{file.path}: key {key!r} is missing, expected {kind.__name__}")
-    if isinstance(value, list) and value and value.count(value[0]) == len(value):
-        value = value[0]  # one value a layer, all equal
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ModelLoadError(f"{file.path}: key {key!r} must be {kind.__name__}, got {value!r:.80}")
-    return value
+def _eos_token_ids(keys: _Keys) -> tuple[int, ...]:
+    """Read the ids that end an answer: end of text, of turn and of message."""
+    names = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    ids = [keys.read(name, int) for name in names if name in keys.file.metadata]
+    return tuple(dict.fromkeys(ids))

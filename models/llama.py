@@ -1,9 +1,9 @@
-"""The Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM) as a Flax NNX module over paged K and V."""
+"""The Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM) as a Flax NNX module over pages."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from paged_jax.kernels import AttentionPlan, plan_attention, ragged_paged_attention, write_kv
 from paged_jax.models.interface import Pages, TokenBatch
@@ -12,21 +12,29 @@ from paged_jax.models.rope import rotate, rotation
 
 
 class Llama(nnx.Module):
-    """A decoder that satisfies `interface.Decoder`; everything but the parameters is static.
+    """A decoder that satisfies `interface.Decoder`. All but the parameters is static.
 
-    Parameters, with d = hidden_size, F = intermediate_size, and H = KV x G query heads over KV heads of width D:
+    With d = hidden_size, F = intermediate_size, H = KV x G query heads over KV heads of width D:
 
-    - `embed` [V, d], `head` [V, d] (absent when tied), `norm.scale` [d]
-    - `layers[i].attention.qkv` [KV, G + 2, D, d]: for each KV head its G query heads, its key head, its value head
-    - `layers[i].attention.out` [d, H * D]
-    - `layers[i].mlp.gate_up` [2, F, d], `layers[i].mlp.down` [d, F]
-    - `layers[i].attention_norm.scale`, `layers[i].mlp_norm.scale` [d]
-    - where the config asks for them, `qkv_bias` [KV, G + 2, D], `out_bias` [d], `q_norm.scale` and `k_norm.scale` [D]
-      in `attention`; `gate_up_bias` [2, F], `down_bias` [d] in `mlp`
+    Attributes:
+        embed: [V, d].
+        head: [V, d]; absent when tied.
+        norm.scale: [d].
+        layers[i].attention_norm.scale, layers[i].mlp_norm.scale: [d].
+        layers[i].attention.qkv: [KV, G + 2, D, d]; for each KV head its G query heads, its key
+            head, its value head.
+        layers[i].attention.out: [d, H * D].
+        layers[i].mlp.gate_up: [2, F, d].
+        layers[i].mlp.down: [d, F].
 
-    q, k, v and gate, up are one product each, and the summed axis is last, as in checkpoints: on CPU that is the faster
-    form for 1 to 32 rows. To shard by head cut axis 0 of `qkv` and axis 1 of `out`: no head is split and a query head
-    stays with its KV head. In the MLP cut F.
+    Where the config asks for them, each layer has `attention.qkv_bias` [KV, G + 2, D],
+    `attention.out_bias` [d], `attention.q_norm.scale` and `attention.k_norm.scale` [D],
+    `mlp.gate_up_bias` [2, F] and `mlp.down_bias` [d].
+
+    q, k, v are one product, and so are gate, up. The summed axis is last, as in checkpoints: on
+    CPU that is the faster form for 1 to 32 rows. To shard by head, partition axis 0 of `qkv` and
+    axis 1 of `out`: no head is divided and a query head stays with its KV head. In the MLP
+    partition F.
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
@@ -47,15 +55,16 @@ class Llama(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "T"], batch: TokenBatch, k_pages: Pages, v_pages: Pages
     ) -> tuple[Float[Array, "T d"], Pages, Pages]:
-        """Hidden states after the final norm, and the pages with this step's K and V written.
+        """Return hidden states after the final norm, and the pages with this step's K, V written.
 
-        `k_pages[p]`, `v_pages[p]` serve the p-th layer of every group. Raises ValueError if there are not as many as
-        the largest group has layers.
+        `k_pages[p]`, `v_pages[p]` serve the p-th layer of every group. Raises ValueError if there
+        are not as many as the largest group has layers.
         """
         num_arrays = max(group.num_layers for group in self.kv_groups)
         if not len(k_pages) == len(v_pages) == num_arrays:
             raise ValueError(
-                f"the model has {num_arrays} page arrays, got {len(k_pages)} for K and {len(v_pages)} for V"
+                f"the model has {num_arrays} page arrays, "
+                f"got {len(k_pages)} for K and {len(v_pages)} for V"
             )
         ks, vs = list(k_pages), list(v_pages)
         # Layers of a group attend by one plan.
@@ -76,18 +85,20 @@ class Llama(nnx.Module):
         x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
         for layer, (group, p) in zip(self.layers, self.config.kv_places, strict=True):
             normed = layer.attention_norm(x)
-            attended, ks[p], vs[p] = layer.attention(normed, turn, batch, group, plans[group], ks[p], vs[p])
+            attended, ks[p], vs[p] = layer.attention(
+                normed, turn, batch, group, plans[group], ks[p], vs[p]
+            )
             x = x + attended
             x = x + layer.mlp(layer.mlp_norm(x))
         return self.norm(x), tuple(ks), tuple(vs)
 
     @property
     def dtype(self) -> str:
-        """That of the parameters."""
+        """Return the dtype of the parameters."""
         return self.embed[...].dtype.name
 
-    def logits(self, hidden: Float[Array, "S d"]) -> Float[Array, "S V"]:
-        """Float32 logits of hidden states."""
+    def logits(self, hidden: Float[Array, "S d"]) -> Float32[Array, "S V"]:
+        """Return the logits of hidden states, float32."""
         head = self.embed if self.config.tie_embeddings else self.head
         return _dot(hidden, head[...])
 
@@ -103,14 +114,14 @@ class Layer(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, in float32 inside."""
+    """Root-mean-square norm over the last axis, computed in float32."""
 
     def __init__(self, size: int, config: LlamaConfig):
         self.eps = config.rms_norm_eps
         self.scale = nnx.Param(jnp.ones(size, config.dtype))
 
     def __call__(self, x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
-        """Same shape and dtype as x."""
+        """Return x normed, in its dtype."""
         return _rms_norm(x, self.scale[...], self.eps)
 
 
@@ -131,19 +142,27 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "T d"],
-        turn: tuple[Float[Array, "T half"], Float[Array, "T half"]],
+        turn: tuple[Float32[Array, "T half"], Float32[Array, "T half"]],
         batch: TokenBatch,
         group: int,
         plan: AttentionPlan,
         k_pages: Float[Array, "N block_size KV D"],
         v_pages: Float[Array, "N block_size KV D"],
-    ) -> tuple[Float[Array, "T d"], Float[Array, "N block_size KV D"], Float[Array, "N block_size KV D"]]:
-        """Write this step's K and V, then attend: rows of one step then see the blocks they share."""
+    ) -> tuple[
+        Float[Array, "T d"], Float[Array, "N block_size KV D"], Float[Array, "N block_size KV D"]
+    ]:
+        """Write this step's K and V, then attend.
+
+        In that order, rows of one step see what others write into the blocks that they share.
+        """
         qkv = _add(_dot(x, self.qkv[...]), self.qkv_bias).astype(x.dtype)
         qk, v = qkv[:, :, :-1], qkv[:, :, -1]
         if self.q_norm is not None and self.k_norm is not None:
+            # One norm of the query heads and the key head after them.
             of_q = jnp.broadcast_to(self.q_norm.scale[...], (qk.shape[2] - 1, qk.shape[3]))
-            qk = _rms_norm(qk, jnp.concatenate([of_q, self.k_norm.scale[...][None]]), self.q_norm.eps)
+            qk = _rms_norm(
+                qk, jnp.concatenate([of_q, self.k_norm.scale[...][None]]), self.q_norm.eps
+            )
         qk = rotate(qk, *turn)
         q, k = qk[:, :, :-1].reshape(qk.shape[0], -1, qk.shape[3]), qk[:, :, -1]
         k_pages, v_pages = write_kv(
@@ -161,12 +180,14 @@ class Attention(nnx.Module):
             window=self.windows[group],
             plan=plan,
         )
-        out = _add(_dot(attended.reshape(x.shape[0], -1).astype(x.dtype), self.out[...]), self.out_bias)
+        out = _add(
+            _dot(attended.reshape(x.shape[0], -1).astype(x.dtype), self.out[...]), self.out_bias
+        )
         return out.astype(x.dtype), k_pages, v_pages
 
 
 class MLP(nnx.Module):
-    """SwiGLU."""
+    """The SwiGLU feed-forward network."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         d, inner = config.hidden_size, config.intermediate_size
@@ -176,27 +197,33 @@ class MLP(nnx.Module):
         self.down_bias = _zeros((d,), config) if config.mlp_bias else None
 
     def __call__(self, x: Float[Array, "T d"]) -> Float[Array, "T d"]:
-        """down(silu(gate(x)) * up(x))."""
+        """Return down(silu(gate(x)) * up(x))."""
         gate_up = _add(_dot(x, self.gate_up[...]), self.gate_up_bias)
         inner = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
         return _add(_dot(inner.astype(x.dtype), self.down[...]), self.down_bias).astype(x.dtype)
 
 
-def _dot(x: Float[Array, "T n"], weight: Float[Array, "*out n"]) -> Float[Array, "T *out"]:
-    """A product accumulated in and returned as float32."""
+def _dot(x: Float[Array, "T n"], weight: Float[Array, "*out n"]) -> Float32[Array, "T *out"]:
+    """Return the product over the last axes, accumulated in and returned as float32."""
     # Without HIGHEST a float32 product is done in TF32 on GPU.
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-    # As a plain matrix: XLA's CPU backend has no fast path for a product with several output axes (4 times slower).
+    # As a plain matrix: XLA's CPU backend is 4 times slower for several output axes.
     matrix = weight.reshape(-1, weight.shape[-1])
-    out = jnp.einsum("tn,on->to", x, matrix, precision=precision, preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+        "tn,on->to", x, matrix, precision=precision, preferred_element_type=jnp.float32
+    )
     return out.reshape(x.shape[0], *weight.shape[:-1])
 
 
-def _add(x: Array, bias: nnx.Param | None) -> Array:
+def _add(x: Float[Array, "T *out"], bias: nnx.Param | None) -> Float[Array, "T *out"]:
+    """Add a bias [*out], if there is one."""
     return x if bias is None else x + bias[...].astype(x.dtype)
 
 
-def _rms_norm(x: Array, scale: Array, eps: float) -> Array:
+def _rms_norm(
+    x: Float[Array, "*rows d"], scale: Float[Array, "*heads d"], eps: float
+) -> Float[Array, "*rows d"]:
+    """Norm the last axis; `scale` broadcasts against x, so that heads may have their own."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale.astype(jnp.float32)).astype(x.dtype)

@@ -14,8 +14,11 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from paged_jax.models import MissingExtraError, ModelLoadError, RopeConfig, load_model
+from paged_jax.models.chat_template import render
+from paged_jax.models.gguf_file import open_gguf
 from paged_jax.models.gguf_model import TEMPLATES as GGUF_NAMES
-from paged_jax.models.hf import TEMPLATES as HF_NAMES
+from paged_jax.models.hf_model import TEMPLATES as HF_NAMES
+from paged_jax.models.rope import inverse_frequencies
 from run_model import TINY
 
 Q = gguf.GGMLQuantizationType
@@ -53,7 +56,9 @@ def params_of(model):
 def write_gguf(path, name, kind=Q.F32, *, metadata=(), drop=(), extra=(), architecture=None):
     """The tiny checkpoint `name` as a GGUF file: what llama.cpp's converter would write."""
     config = json.loads((TINY / name / "config.json").read_text())
-    architecture = architecture or {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    architecture = architecture or {"mistral": "llama"}.get(
+        config["model_type"], config["model_type"]
+    )
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     tensors = {}
     for file in (TINY / name).glob("*.safetensors"):
@@ -86,7 +91,11 @@ def write_gguf(path, name, kind=Q.F32, *, metadata=(), drop=(), extra=(), archit
                     continue
                 if architecture == "llama" and role in "qk":  # halves become neighbours
                     n = heads if role == "q" else kv_heads
-                    values = values.reshape(n, 2, -1, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
+                    values = (
+                        values.reshape(n, 2, -1, values.shape[-1])
+                        .swapaxes(1, 2)
+                        .reshape(values.shape)
+                    )
                 if values.ndim == 1 or kind is Q.F32:
                     writer.add_tensor(target, values)
                 elif kind is Q.F16:
@@ -117,7 +126,8 @@ def test_gguf_holds_the_model_of_the_hugging_face_checkpoint(name, tmp_path):
 
 # Largest error of a weight, as a share of the largest weight of its block.
 @pytest.mark.parametrize(
-    ("kind", "error"), [(Q.F16, 5e-4), (Q.BF16, 4e-3), (Q.Q8_0, 5e-3), (Q.Q4_1, 0.08), (Q.Q5_0, 0.07)]
+    ("kind", "error"),
+    [(Q.F16, 5e-4), (Q.BF16, 4e-3), (Q.Q8_0, 5e-3), (Q.Q4_1, 0.08), (Q.Q5_0, 0.07)],
 )
 def test_gguf_storage_types_come_back_within_their_precision(kind, error, tmp_path):
     ours = params_of(load_model(write_gguf(tmp_path / "model.gguf", "llama", kind))[0])
@@ -128,13 +138,15 @@ def test_gguf_storage_types_come_back_within_their_precision(kind, error, tmp_pa
 
 def test_gguf_rope_factors_are_llama3_scaling(tmp_path):
     scaled, _ = load_model(TINY / "llama3-rope")
-    from paged_jax.models.rope import inverse_frequencies
-
     factors = inverse_frequencies(RopeConfig(), 16) / inverse_frequencies(scaled.config.rope, 16)
-    path = write_gguf(tmp_path / "model.gguf", "llama3-rope", extra=[("rope_freqs.weight", factors)])
+    path = write_gguf(
+        tmp_path / "model.gguf", "llama3-rope", extra=[("rope_freqs.weight", factors)]
+    )
     rope = load_model(path)[0].config.rope
     assert rope.kind == "factors"
-    np.testing.assert_allclose(inverse_frequencies(rope, 16), inverse_frequencies(scaled.config.rope, 16), rtol=1e-6)
+    np.testing.assert_allclose(
+        inverse_frequencies(rope, 16), inverse_frequencies(scaled.config.rope, 16), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +154,9 @@ def test_gguf_rope_factors_are_llama3_scaling(tmp_path):
 )
 def test_auto_is_the_dtype_of_the_checkpoint(checkpoint, stored, auto):
     directory = checkpoint()
-    edit_tensors(directory, lambda t: t.update({k: v.astype(jax.numpy.dtype(stored)) for k, v in t.items()}))
+    edit_tensors(
+        directory, lambda t: t.update({k: v.astype(jax.numpy.dtype(stored)) for k, v in t.items()})
+    )
     for dtype, expected in (("auto", auto), ("float32", "float32"), ("bfloat16", "bfloat16")):
         model, _ = load_model(directory, dtype)
         assert {x.dtype.name for x in jax.tree.leaves(params_of(model))} == {expected}
@@ -166,10 +180,15 @@ def test_both_spellings_of_rope_are_read(checkpoint):
 
 
 def test_qwen_windows_only_where_the_config_says(checkpoint):
-    directory = checkpoint("qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=1, layer_types=None)
+    directory = checkpoint(
+        "qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=1, layer_types=None
+    )
     windows = lambda: load_model(directory)[0].config.windows  # noqa: E731
     assert windows() == (None, 8, 8)
-    edit(directory / "config.json", layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    edit(
+        directory / "config.json",
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
     assert windows() == (8, None, 8)
     edit(directory / "config.json", sliding_window=512)
     assert windows() == ()
@@ -188,14 +207,20 @@ def test_every_id_that_ends_an_answer_is_read(checkpoint):
 def test_tensors_that_repeat_others_are_passed_over(checkpoint):
     directory = checkpoint(tie_word_embeddings=True)
     edit_tensors(
-        directory, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)})
+        directory,
+        lambda t: t.update(
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+        ),
     )
     assert not hasattr(load_model(directory)[0], "head")
 
 
 BAD_CONFIGS = [
     ({"model_type": None}, "key 'model_type' is missing, expected str"),
-    ({"model_type": "gpt_bigcode"}, "architecture 'gpt_bigcode' is unknown, known are llama, mistral, qwen2, qwen3"),
+    (
+        {"model_type": "gpt_bigcode"},
+        "architecture 'gpt_bigcode' is unknown, known are llama, mistral, qwen2, qwen3",
+    ),
     ({"hidden_size": None}, "key 'hidden_size' is missing, expected int"),
     ({"hidden_size": "64"}, "key 'hidden_size' must be int, got '64'"),
     ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
@@ -203,19 +228,30 @@ BAD_CONFIGS = [
     ({"quantization_config": {"bits": 4}}, "quantised checkpoints are not supported"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is unsupported"),
     ({"rope_parameters": {"rope_type": "linear"}}, "key 'factor' is missing"),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is unsupported"),
-    ({"eos_token_id": 999, "vocab_size": 256}, None),
-    ({"vocab_size": 300}, "tensor 'model.embed_tokens.weight' has shape (256, 64), expected (300, 64)"),
+    (
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        "partial_rotary_factor 0.5 is unsupported",
+    ),
+    (
+        {"vocab_size": 300},
+        "tensor 'model.embed_tokens.weight' has shape (256, 64), expected (300, 64)",
+    ),
     (
         {"num_hidden_layers": 4},
         "tensor 'model.layers.3.self_attn.q_proj.weight' is missing, expected with shape (64, 64)",
     ),
-    ({"num_hidden_layers": 2}, "tensor 'model.layers.2.input_layernorm.weight' with shape (64,) is unexpected"),
-    ({"attention_bias": True}, "tensor 'model.layers.0.self_attn.q_proj.bias' is missing, expected with shape (64,)"),
+    (
+        {"num_hidden_layers": 2},
+        "tensor 'model.layers.2.input_layernorm.weight' with shape (64,) is unexpected",
+    ),
+    (
+        {"attention_bias": True},
+        "tensor 'model.layers.0.self_attn.q_proj.bias' is missing, expected with shape (64,)",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), [case for case in BAD_CONFIGS if case[1]])
+@pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS)
 def test_a_config_that_does_not_fit_is_named(checkpoint, changes, message):
     directory = checkpoint(**changes)
     with pytest.raises(ModelLoadError) as error:
@@ -240,29 +276,55 @@ def spoil_index_content(directory):
 
 
 def spoil_index_path(directory):
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "../model.safetensors"}})
+    )
 
 
 BAD_FILES = {
     "cut off": (spoil_cut, "cannot be read as safetensors, it may be cut off"),
     "absent shard": (spoil_index, "names 'model-00009.safetensors', which is absent"),
-    "tensor not in its shard": (spoil_index_content, "tensor 'model.lost.weight' is missing from model.safetensors"),
-    "shard elsewhere": (spoil_index_path, "'weight_map' must name files beside it, got '../model.safetensors'"),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), "has neither model.safetensors nor"),
+    "tensor not in its shard": (
+        spoil_index_content,
+        "tensor 'model.lost.weight' is missing from model.safetensors",
+    ),
+    "shard elsewhere": (
+        spoil_index_path,
+        "'weight_map' must name files beside it, got '../model.safetensors'",
+    ),
+    "no weights": (
+        lambda d: (d / "model.safetensors").unlink(),
+        "has neither model.safetensors nor",
+    ),
     "no config": (lambda d: (d / "config.json").unlink(), "has no config.json"),
-    "absurd layers": (lambda d: edit(d / "config.json", num_hidden_layers=50_000_000), "num_layers must be at most"),
-    "absurd head": (lambda d: edit(d / "config.json", head_dim=2**40), "head_dim must be at most"),
+    "absurd layers": (
+        lambda d: edit(d / "config.json", num_hidden_layers=50_000_000),
+        "num_layers=50000000: must be at most 10000",
+    ),
+    "absurd head": (
+        lambda d: edit(d / "config.json", head_dim=2**40),
+        "head_dim=1099511627776: must be at most 65536",
+    ),
     "nested end of text": (
         lambda d: (d / "generation_config.json").write_text('{"eos_token_id": [[1]]}'),
         "'eos_token_id' is [[1]], expected ids",
     ),
-    "corrupt config": (lambda d: (d / "config.json").write_text('{"a": '), "config.json: cannot be read as JSON"),
-    "config a list": (lambda d: (d / "config.json").write_text("[]"), "expected a JSON object, got list"),
+    "corrupt config": (
+        lambda d: (d / "config.json").write_text('{"a": '),
+        "config.json: cannot be read as JSON",
+    ),
+    "config a list": (
+        lambda d: (d / "config.json").write_text("[]"),
+        "expected a JSON object, got list",
+    ),
     "integers": (
         lambda d: edit_tensors(d, lambda t: t.update({"model.norm.weight": np.ones(64, np.int8)})),
         "tensor 'model.norm.weight' has dtype int8, expected a float",
     ),
-    "corrupt tokenizer": (lambda d: (d / "tokenizer.json").write_text("{}"), "cannot be read as a tokenizer"),
+    "corrupt tokenizer": (
+        lambda d: (d / "tokenizer.json").write_text("{}"),
+        "cannot be read as a tokenizer",
+    ),
 }
 
 
@@ -276,8 +338,11 @@ def test_a_spoilt_directory_is_named(checkpoint, case):
     assert message in str(error.value) and str(directory) in str(error.value)
 
 
+@pytest.mark.usefixtures("no_annotation_checks")
 @pytest.mark.parametrize(
-    "path", [None, 3, b"x", "a" * 5000, "a\0b", "HuggingFaceTB/SmolLM2-135M"], ids=lambda p: repr(p)[:9]
+    "path",
+    [None, 3, b"x", "a" * 5000, "a\0b", "HuggingFaceTB/SmolLM2-135M"],
+    ids=lambda p: repr(p)[:9],
 )
 def test_what_is_no_path_is_named(path):
     with pytest.raises(ModelLoadError, match=r"model=|nothing is downloaded"):
@@ -287,8 +352,14 @@ def test_what_is_no_path_is_named(path):
 BAD_GGUF = [
     ({"architecture": "mamba"}, "architecture 'mamba' is unknown, known are llama, qwen2, qwen3"),
     ({"drop": ["token_embd.weight"]}, "tensor 'token_embd.weight' is missing"),
-    ({"drop": ["blk.1.ffn_up.weight"]}, "tensor 'blk.1.ffn_up.weight' is missing, expected with shape (96, 64)"),
-    ({"extra": [("blk.0.odd", np.ones((2, 4), np.float32))]}, "tensor 'blk.0.odd' with shape (2, 4) is unexpected"),
+    (
+        {"drop": ["blk.1.ffn_up.weight"]},
+        "tensor 'blk.1.ffn_up.weight' is missing, expected with shape (96, 64)",
+    ),
+    (
+        {"extra": [("blk.0.odd", np.ones((2, 4), np.float32))]},
+        "tensor 'blk.0.odd' with shape (2, 4) is unexpected",
+    ),
     (
         {"drop": ["output_norm.weight"], "extra": [("output_norm.weight", np.ones(3, np.float32))]},
         "has shape (3,), expected (64,)",
@@ -299,12 +370,18 @@ BAD_GGUF = [
         {"metadata": [("llama.rope.dimension_count", 8)]},
         "'llama.rope.dimension_count' is 8, expected the head width 16",
     ),
-    ({"metadata": [("tokenizer.ggml.model", "llama")]}, "tokenizer 'llama' is unsupported, expected 'gpt2'"),
+    (
+        {"metadata": [("tokenizer.ggml.model", "llama")]},
+        "tokenizer 'llama' is unsupported, expected 'gpt2'",
+    ),
     (
         {"metadata": [("tokenizer.ggml.model", "gpt2"), ("tokenizer.ggml.pre", "odd")]},
         "pre-tokenizer 'odd' is unknown",
     ),
-    ({"metadata": [("tokenizer.ggml.model", "gpt2")]}, "key 'tokenizer.ggml.tokens' is missing or malformed"),
+    (
+        {"metadata": [("tokenizer.ggml.model", "gpt2")]},
+        "key 'tokenizer.ggml.tokens' is missing or malformed",
+    ),
     (
         {"drop": ["output_norm.weight"], "extra": [("output_norm.weight", np.ones(64, np.int32))]},
         "tensor 'output_norm.weight' has storage type I32, which is unsupported",
@@ -329,9 +406,88 @@ def test_a_gguf_file_cut_off_anywhere_is_refused(tmp_path):
             load_model(path)
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(
-        ModelLoadError, match=r"cut off in tensor 'blk\.\d\.\w+\.weight' of shape \(\d+, \d+\): it ends"
+        ModelLoadError,
+        match=r"cut off in tensor 'blk\.\d\.\w+\.weight' of shape \(\d+, \d+\): it ends",
     ):
         load_model(path)
+
+
+def gguf_bytes(*, keys=b"", num_keys=1, tensors=b"", num_tensors=0):
+    """A header of given metadata and tensor entries, with 64 bytes after it."""
+    header = b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_keys)
+    return header + keys + tensors + bytes(64)
+
+
+def gguf_name(name):
+    return struct.pack("<Q", len(name)) + name.encode()
+
+
+NESTED = b"".join(struct.pack("<IQ", 9, 1) for _ in range(2000))
+DAMAGED_GGUF = {
+    "string past the end": (
+        {"keys": gguf_name("a") + struct.pack("<IQ", 8, 2**60)},
+        "cut off in its header: 1152921504606846976 bytes expected",
+    ),
+    "array past the end": (
+        {"keys": gguf_name("a") + struct.pack("<IIQ", 9, 0, 2**60)},
+        "cut off in its header: 1152921504606846976 bytes expected",
+    ),
+    "more keys than the file has": ({"keys": b"", "num_keys": 2**60}, "cut off in its header"),
+    "more tensors than the file has": (
+        {"num_keys": 0, "num_tensors": 2**60},
+        "cut off in its header",
+    ),
+    "arrays in arrays": (
+        {"keys": gguf_name("a") + struct.pack("<I", 9) + NESTED},
+        "arrays in arrays, 8 deep",
+    ),
+    "unknown type": ({"keys": gguf_name("a") + struct.pack("<I", 77)}, "unknown metadata type 77"),
+    "no alignment": (
+        {"keys": gguf_name("general.alignment") + struct.pack("<II", 4, 0)},
+        "key 'general.alignment' must be a positive integer, got 0",
+    ),
+    "unknown storage type": (
+        {
+            "num_keys": 0,
+            "num_tensors": 1,
+            "tensors": gguf_name("t") + struct.pack("<IQIQ", 1, 32, 999, 0),
+        },
+        "tensor 't' has unknown storage type 999",
+    ),
+    "rows of half a block": (
+        {
+            "num_keys": 0,
+            "num_tensors": 1,
+            "tensors": gguf_name("t") + struct.pack("<IQIQ", 1, 33, 8, 0),
+        },
+        "tensor 't' has shape (33,), expected rows of a multiple of 32",
+    ),
+    "sizes past 64 bits": (
+        {
+            "num_keys": 0,
+            "num_tensors": 1,
+            "tensors": gguf_name("t") + struct.pack("<IQQIQ", 2, 2**32, 2**32, 0, 0),
+        },
+        "cut off in tensor 't' of shape (4294967296, 4294967296)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED_GGUF)
+def test_a_damaged_gguf_header_is_named(tmp_path, case):
+    parts, message = DAMAGED_GGUF[case]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(**parts))
+    with pytest.raises(ModelLoadError) as error:
+        open_gguf(path)
+    assert message in str(error.value) and str(path) in str(error.value)
+
+
+def test_arrays_in_arrays_keep_their_shape(tmp_path):
+    path = tmp_path / "model.gguf"
+    rows = struct.pack("<IQII", 4, 2, 1, 2) + struct.pack("<IQI", 4, 1, 3)
+    path.write_bytes(gguf_bytes(keys=gguf_name("a") + struct.pack("<IIQ", 9, 9, 2) + rows))
+    assert open_gguf(path).metadata == {"a": [[1, 2], [3]]}
 
 
 def test_other_gguf_versions_are_refused(tmp_path):
@@ -341,12 +497,16 @@ def test_other_gguf_versions_are_refused(tmp_path):
         load_model(path)
 
 
+@pytest.mark.usefixtures("no_annotation_checks")
 def test_paths_that_lead_nowhere_are_refused(tmp_path):
     with pytest.raises(
-        ModelLoadError, match="does not exist: expected a directory, a GGUF file or one of smollm2-135m"
+        ModelLoadError,
+        match="does not exist: expected a directory, a GGUF file or one of smollm2-135m",
     ):
         load_model(tmp_path / "absent")
-    with pytest.raises(ValueError, match="dtype must be one of auto, float32, bfloat16, got 'int8'"):
+    with pytest.raises(
+        ValueError, match="dtype must be one of auto, float32, bfloat16, got 'int8'"
+    ):
         load_model(TINY / "llama", "int8")  # pyright: ignore[reportArgumentType]
 
 
@@ -361,15 +521,17 @@ def test_a_packaged_model_that_is_not_installed_says_how(monkeypatch):
 
 @pytest.mark.parametrize("package", ["safetensors", "gguf", "tokenizers", "jinja2"])
 def test_a_missing_package_names_the_extra(package, monkeypatch, tmp_path):
-    from paged_jax.models.chat_template import render
-
     path = write_gguf(tmp_path / "model.gguf", "llama")
     directory = tmp_path / "llama"
     shutil.copytree(TINY / "llama", directory)
     (directory / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, package, None)
-    action = {"gguf": lambda: load_model(path), "jinja2": lambda: render("", [])}.get(
-        package, lambda: load_model(directory)
-    )
-    with pytest.raises(MissingExtraError, match=rf"needs '{package}': pip install 'paged-jax\[text\]'"):
-        action()
+    actions = {
+        "safetensors": lambda: load_model(directory),
+        "tokenizers": lambda: load_model(directory),
+        "gguf": lambda: load_model(path),
+        "jinja2": lambda: render("", []),
+    }
+    message = rf"needs '{package}': pip install 'paged-jax\[text\]'"
+    with pytest.raises(MissingExtraError, match=message):
+        actions[package]()

@@ -19,7 +19,9 @@ def test_linear_scaling_slows_every_pair():
 
 
 def test_llama3_scaling_keeps_fast_pairs_and_slows_slow_ones():
-    config = RopeConfig(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_len=64)
+    config = RopeConfig(
+        kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_len=64
+    )
     ratio = inverse_frequencies(RopeConfig(), 64) / inverse_frequencies(config, 64)
     wavelength = 2 * np.pi / inverse_frequencies(RopeConfig(), 64)
     np.testing.assert_allclose(ratio[wavelength < 64 / 4], 1, rtol=1e-6)
@@ -37,8 +39,9 @@ def test_scores_depend_on_distance_only_and_positions_far_out_stay_exact():
     q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 16)).astype(np.float32)
 
     def score(i, j):
-        turned = [rotate(jnp.asarray(x), *rotation(jnp.array([p]), RopeConfig(), 16)) for x, p in ((q, i), (k, j))]
-        return float(jnp.sum(turned[0] * turned[1]))
+        turned_q = rotate(jnp.asarray(q), *rotation(jnp.array([i]), RopeConfig(), 16))
+        turned_k = rotate(jnp.asarray(k), *rotation(jnp.array([j]), RopeConfig(), 16))
+        return float(jnp.sum(turned_q * turned_k))
 
     assert score(9, 4) == pytest.approx(score(5, 0), abs=1e-5)
     assert score(100_009, 100_004) == pytest.approx(score(5, 0), abs=0.05)
@@ -46,18 +49,21 @@ def test_scores_depend_on_distance_only_and_positions_far_out_stay_exact():
 
 
 def test_rotation_keeps_the_dtype():
-    assert (
-        rotate(jnp.ones((1, 2, 3, 8), jnp.bfloat16), *rotation(jnp.array([3]), RopeConfig(), 8)).dtype == jnp.bfloat16
-    )
+    x, turn = jnp.ones((1, 2, 3, 8), jnp.bfloat16), rotation(jnp.array([3]), RopeConfig(), 8)
+    assert rotate(x, *turn).dtype == jnp.bfloat16
 
 
+@pytest.mark.usefixtures("no_annotation_checks")
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"kind": "yarn"}, "rope kind 'yarn' is not one of default, linear, llama3, factors"),
         ({"theta": 0.0}, "must be positive"),
         ({"factor": float("nan")}, "must be positive"),
-        ({"kind": "llama3", "low_freq_factor": 4.0}, "high_freq_factor must exceed low_freq_factor"),
+        (
+            {"kind": "llama3", "low_freq_factor": 4.0},
+            "high_freq_factor must exceed low_freq_factor",
+        ),
         ({"kind": "factors"}, "go with kind 'factors'"),
         ({"factors": (1.0,)}, "go with kind 'factors'"),
     ],

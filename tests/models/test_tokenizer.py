@@ -1,6 +1,8 @@
 """Text to ids and back; every id list, in any pieces, gives the text of the whole."""
 
 import json
+import mmap
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,15 +11,24 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from paged_jax.models import Detokenizer, ModelLoadError, Tokenizer
+from paged_jax.models import Detokenizer, MissingExtraError, ModelLoadError, Tokenizer
 from paged_jax.models.gguf_file import GGUFFile
 from paged_jax.models.gguf_tokenizer import read_tokenizer
-from paged_jax.models.hf import read_tokenizer as read_hf_tokenizer
+from paged_jax.models.hf_files import read_tokenizer as read_hf_tokenizer
 from paged_jax.models.tokenizer import BYTE_OF_CHAR
 
 CHARS = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 SPACE = CHARS[0x20]
-TOKENS = [*(CHARS[b] for b in range(256)), "he", "ll", "hell", SPACE + "w", "12", "<|end|>", "<tool>"]
+TOKENS = [
+    *(CHARS[b] for b in range(256)),
+    "he",
+    "ll",
+    "hell",
+    SPACE + "w",
+    "12",
+    "<|end|>",
+    "<tool>",
+]
 MERGES = ["h e", "l l", "he ll", f"{SPACE} w", "1 2"]
 
 
@@ -30,7 +41,7 @@ def gguf_of(**metadata):
         "tokenizer.ggml.eos_token_id": 261,
     }
     changes = {f"tokenizer.{key.replace('__', '.')}": value for key, value in metadata.items()}
-    return GGUFFile(Path("some.gguf"), base | changes, {}, None)  # pyright: ignore[reportArgumentType]
+    return GGUFFile(Path("some.gguf"), base | changes, {}, mmap.mmap(-1, 1))
 
 
 def byte_level(**metadata) -> Tokenizer:
@@ -41,16 +52,41 @@ def byte_level(**metadata) -> Tokenizer:
 
 def byte_fallback() -> Tokenizer:
     """As Llama 2 and Mistral have it: pieces with a mark for the space, bytes for the rest."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "h", "i", "▁h", "▁hi"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{b:02X}>" for b in range(256)),
+        "▁",
+        "h",
+        "i",
+        "▁h",
+        "▁hi",
+    ]
     merges = [("▁", "h"), ("▁h", "i")]
     backend = Backend(
-        models.BPE({p: i for i, p in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+        models.BPE(
+            {p: i for i, p in enumerate(pieces)},
+            merges,
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
     )
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    backend.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")]
+    )
     return Tokenizer(backend, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
 
 
@@ -63,7 +99,11 @@ def test_words_merge_and_special_tokens_stay_whole():
     assert tokenizer.special_ids == {261}
     assert tokenizer.decode([258, 261, 262, 259]) == "hell<tool> w"
     assert tokenizer.decode([258, 261], skip_special_tokens=False) == "hell<|end|>"
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.vocab_size) == (None, 261, 263)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.vocab_size) == (
+        None,
+        261,
+        263,
+    )
 
 
 def test_pre_tokenizers_cut_digits_as_their_models_do():
@@ -87,7 +127,10 @@ def test_bos_is_put_first_where_the_file_says():
         ({"ggml__merges": ["he"]}, "merge 'he' is malformed"),
         ({"ggml__merges": ["he xx"]}, "the vocabulary and merges make no tokenizer"),
         ({"ggml__token_type": [1]}, "'tokenizer.ggml.token_type' has 1 entries, expected 263"),
-        ({"ggml__eos_token_id": 900}, "'tokenizer.ggml.eos_token_id' is 900, expected an id below 263"),
+        (
+            {"ggml__eos_token_id": 900},
+            "'tokenizer.ggml.eos_token_id' is 900, expected an id below 263",
+        ),
     ],
 )
 def test_a_broken_vocabulary_is_named(metadata, message):
@@ -95,8 +138,14 @@ def test_a_broken_vocabulary_is_named(metadata, message):
         byte_level(**metadata)
 
 
+def test_a_vocabulary_without_the_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(MissingExtraError, match="needs 'tokenizers'"):
+        read_tokenizer(gguf_of())
+
+
 def test_a_file_without_a_vocabulary_has_no_tokenizer():
-    assert read_tokenizer(GGUFFile(Path("a"), {}, {}, None)) is None  # pyright: ignore[reportArgumentType]
+    assert read_tokenizer(GGUFFile(Path("a"), {}, {}, mmap.mmap(-1, 1))) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,8 +156,12 @@ def test_pieces_join_to_the_whole(kind, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
     for skip in (True, False):
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
-        parts = [detokenizer.push(ids[a:b]) for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
-        assert "".join([*parts, detokenizer.flush()]) == tokenizer.decode(ids, skip_special_tokens=skip)
+        parts = [
+            detokenizer.push(ids[a:b]) for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)
+        ]
+        assert "".join([*parts, detokenizer.flush()]) == tokenizer.decode(
+            ids, skip_special_tokens=skip
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,7 +198,9 @@ def test_a_text_that_continues_keeps_its_leading_space():
 
 
 def chat(template, messages=({"role": "user", "content": "<hi> & 'bye'"},), **variables):
-    tokenizer = Tokenizer(Backend(models.BPE()), chat_template=template, special_tokens={"bos_token": "<s>"})
+    tokenizer = Tokenizer(
+        Backend(models.BPE()), chat_template=template, special_tokens={"bos_token": "<s>"}
+    )
     return tokenizer.apply_chat_template(messages, **variables)
 
 
@@ -161,7 +216,10 @@ def test_templates_have_what_hugging_face_gives_them():
     ("template", "message"),
     [
         (None, "this model has no chat template"),
-        ("{{ raise_exception('roles must alternate') }}", "the chat template failed: roles must alternate"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "the chat template failed: roles must alternate",
+        ),
         ("{% if %}", "the chat template failed"),
         ("{{ ''.__class__.__mro__ }}", "the chat template failed"),
         ("{{ messages.append(1) }}", "the chat template failed"),

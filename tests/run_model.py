@@ -9,24 +9,42 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from paged_jax.models import Llama
+
 DATA = Path(__file__).parent / "data"
 TINY = DATA / "tiny"
-SIZE = 40  # tokens of every step here, padding included: compiling is what these tests spend their time on
+SIZE = 40  # tokens of every step, padding included: one program for all steps of a model
+MAX_BLOCKS, BLOCK_SIZE = 16, 4
 
 
 class Batch(NamedTuple):
     """A `TokenBatch`."""
 
-    positions: jax.Array
-    slots: jax.Array
-    block_tables: jax.Array
-    kv_lens: jax.Array
-    cu_q_lens: jax.Array
-    num_seqs: jax.Array
+    positions: jax.Array | np.ndarray
+    slots: jax.Array | np.ndarray
+    block_tables: jax.Array | np.ndarray
+    kv_lens: jax.Array | np.ndarray
+    cu_q_lens: jax.Array | np.ndarray
+    num_seqs: jax.Array | np.ndarray
+
+
+def random_model(config, seed=0):
+    """Return a model with normal parameters, scales around 1, made without compiling anything."""
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(seed)
+    filled = []
+    for path, leaf in nnx.to_flat_state(params):
+        mean = 1.0 if path[-1] == "scale" else 0.0
+        spread = leaf.shape[-1] ** -0.5 if len(leaf.shape) > 1 else 0.3
+        values = rng.normal(mean, spread, leaf.shape).astype(leaf.dtype)
+        filled.append((path, leaf.replace(jnp.asarray(values))))
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
 @cache
 def compiled(graphdef):
+    """Return one step as a compiled function, the same one for equal models."""
+
     # Compiling takes the time of these tests, so LLVM is told to take less of it.
     @partial(jax.jit, compiler_options={"xla_llvm_disable_expensive_passes": True})
     def step(params, tokens, batch, k_pages, v_pages):
@@ -38,57 +56,59 @@ def compiled(graphdef):
 
 
 class Sequence:
-    """One sequence's cache: scattered blocks, another block table for each group, and NaN where nothing was written."""
+    """The cache of one sequence of up to 64 tokens.
 
-    def __init__(self, model, *, max_len, block_size=4, dtype=jnp.float32):
+    Its blocks are scattered, each group has another block table, and what is not written is NaN.
+    """
+
+    def __init__(self, model, *, dtype="float32"):
         self.graphdef, self.params = nnx.split(model)
-        self.block_size, self.length = block_size, 0
-        per_table = -(-max_len // block_size)
-        groups = len(model.kv_groups)
-        self.num_blocks = 1 + groups * per_table
+        self.length = 0
+        num_groups = len(model.kv_groups)
+        self.num_blocks = 1 + num_groups * MAX_BLOCKS
         order = np.random.default_rng(0).permutation(np.arange(1, self.num_blocks))
-        self.tables = order.reshape(groups, per_table).astype(np.int32)
-        shape = (self.num_blocks, block_size, model.num_kv_heads, model.head_dim)
-        arrays = max(group.num_layers for group in model.kv_groups)
-        self.k_pages = self.v_pages = tuple(jnp.full(shape, jnp.nan, dtype) for _ in range(arrays))
+        self.tables = order.reshape(num_groups, MAX_BLOCKS).astype(np.int32)
+        shape = (self.num_blocks, BLOCK_SIZE, model.num_kv_heads, model.head_dim)
+        num_arrays = max(group.num_layers for group in model.kv_groups)
+        pages = jnp.asarray(np.full(shape, np.nan, jnp.dtype(dtype)))
+        self.k_pages = self.v_pages = (pages,) * num_arrays
 
-    def push(self, tokens, *, size=None):
-        """Logits [len(tokens), V]; up to `size` follow tokens that belong to no sequence."""
+    def push(self, tokens):
+        """Return the logits [len(tokens), V]; padding up to SIZE belongs to no sequence."""
         count = len(tokens)
-        padding = (size or count) - count
+        padding = SIZE - count
         positions = np.arange(self.length, self.length + count)
-        slots = self.tables[:, positions // self.block_size] * self.block_size + positions % self.block_size
-        nowhere = np.full((len(self.tables), padding), self.num_blocks * self.block_size)
+        slots = self.tables[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        nowhere = np.full((len(self.tables), padding), self.num_blocks * BLOCK_SIZE)
         self.length += count
         batch = Batch(
-            positions=jnp.asarray(np.pad(positions, (0, padding)), jnp.int32),
-            slots=jnp.asarray(np.concatenate([slots, nowhere], axis=1), jnp.int32),
-            block_tables=jnp.asarray(np.pad(self.tables[:, None], ((0, 0), (0, 1), (0, 0)))),
-            kv_lens=jnp.array([self.length, 0], jnp.int32),
-            cu_q_lens=jnp.array([0, count, count], jnp.int32),
-            num_seqs=jnp.array(1, jnp.int32),
+            positions=np.pad(positions, (0, padding)).astype(np.int32),
+            slots=np.concatenate([slots, nowhere], axis=1).astype(np.int32),
+            block_tables=np.pad(self.tables[:, None], ((0, 0), (0, 1), (0, 0))),
+            kv_lens=np.array([self.length, 0], np.int32),
+            cu_q_lens=np.array([0, count, count], np.int32),
+            num_seqs=np.array(1, np.int32),
         )
-        padded = jnp.asarray(np.pad(np.asarray(tokens), (0, padding)), jnp.int32)
+        padded = np.pad(np.asarray(tokens), (0, padding)).astype(np.int32)
         step = compiled(self.graphdef)
-        logits, self.k_pages, self.v_pages = step(self.params, padded, batch, self.k_pages, self.v_pages)
+        logits, self.k_pages, self.v_pages = step(
+            self.params, padded, batch, self.k_pages, self.v_pages
+        )
         return np.asarray(logits)[:count]
 
 
-def logits_of(model, tokens, *, chunks=None, **options):
-    """Logits [len(tokens), V], the tokens taken at once or in chunks of the given sizes."""
-    sequence = Sequence(model, max_len=64, **options)
+def logits_of(model, tokens, *, chunks=None, dtype="float32"):
+    """Return the logits [len(tokens), V], computed at once or in chunks of the given sizes."""
+    sequence = Sequence(model, dtype=dtype)
     pieces = np.split(np.asarray(tokens), np.cumsum(chunks)[:-1] if chunks else [])
-    return np.concatenate([sequence.push(piece, size=SIZE) for piece in pieces])
+    return np.concatenate([sequence.push(piece) for piece in pieces])
 
 
 def greedy(model, prompt, count):
-    """Token ids and their log-probabilities."""
-    sequence = Sequence(model, max_len=max(64, len(prompt) + count))
-    for start in range(0, len(prompt), SIZE):
-        logits = sequence.push(prompt[start : start + SIZE], size=SIZE)[-1]
-    ids, logprobs = [], []
+    """Return `count` token ids after a prompt of up to SIZE."""
+    sequence = Sequence(model)
+    logits, ids = sequence.push(prompt)[-1], []
     for _ in range(count):
         ids.append(int(logits.argmax()))
-        logprobs.append(float(jax.nn.log_softmax(logits)[ids[-1]]))
-        logits = sequence.push(ids[-1:], size=SIZE)[-1]
-    return ids, logprobs
+        logits = sequence.push(ids[-1:])[-1]
+    return ids

@@ -1,57 +1,63 @@
-"""Which implementation runs: by platform, device, dtype and shape. Deterministic; nothing is timed."""
+"""Which implementation runs: by platform, device, dtype and shape. Nothing is timed."""
 
 import importlib
 from collections.abc import Sequence
-from functools import partial
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-# Names of devices, as `device_kind` has them: what is compiled for need not be there to be asked.
+# Devices by `device_kind`: a program may be compiled for a device that is not there to be asked.
 HOPPER = ("H100", "H200", "GH200", "H800", "H20")
 BEFORE_AMPERE = (
-    *("K40", "K80", "M40", "M60", "P4", "P40", "P100", "V100", "V100S", "T4", "T4G", "GTX", "TITAN", "Quadro"),
-    *("2060", "2070", "2080"),
+    *("K40", "K80", "M40", "M60", "P4", "P40", "P100", "V100", "V100S", "T4", "T4G", "GTX"),
+    *("TITAN", "Quadro", "2060", "2070", "2080"),
 )
-CONVERTS_FP8 = (  # an instruction for float8_e4m3fn: sm_89 and later
+CONVERTS_FP8 = (  # they have an instruction for float8_e4m3fn: sm_89 and later
     *HOPPER,
-    *("L4", "L40", "L40S", "Ada", "4060", "4070", "4080", "4090", "B200", "GB200", "B300", "GB300", "Blackwell"),
-    *("5060", "5070", "5080", "5090"),
+    *("L4", "L40", "L40S", "Ada", "4060", "4070", "4080", "4090", "B200", "GB200", "B300"),
+    *("GB300", "Blackwell", "5060", "5070", "5080", "5090"),
 )
 
-# The first that covers the problem is taken. XLA covers everything.
-PREFERENCE = {"cpu": ("xla",), "cuda": ("mosaic_gpu", "triton", "xla"), "other": ("xla",)}
+# On CUDA the first that covers the problem is taken; elsewhere XLA, which covers everything.
+PREFERENCE = ("mosaic_gpu", "triton", "xla")
 
 
 class Coverage(NamedTuple):
-    """What an implementation is for.
+    """The problems and devices that an implementation covers.
 
-    `mixed` and `scales` are whether it takes pages of another dtype than q's, and pages with scales. Of devices it takes those
-    that it names in `only`, or all but `never`; `devices` says so in words.
+    Attributes:
+        q_dtypes, kv_dtypes, head_dims, block_sizes: the values that are covered.
+        has_mixed_dtypes: whether pages of another dtype than q's are covered.
+        has_scales: whether pages with scales are covered.
+        only: the devices that are covered; all but `never` where it is empty.
+        never: the devices that are not covered.
+        devices: the covered devices in words.
     """
 
     q_dtypes: tuple[str, ...]
     kv_dtypes: tuple[str, ...]
     head_dims: Sequence[int]
     block_sizes: Sequence[int]
-    mixed: bool
-    scales: bool
+    has_mixed_dtypes: bool
+    has_scales: bool
     only: tuple[str, ...]
     never: tuple[str, ...]
     devices: str
 
 
 ANY = range(2**31)
-FLOATS, BYTES = ("float32", "bfloat16", "float16"), ("int8", "float8_e4m3fn", "float8_e5m2")
+FLOATS = ("float32", "bfloat16", "float16")
+BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")
 COVERAGE = {
     "triton": Coverage(
         q_dtypes=FLOATS,
         kv_dtypes=FLOATS + BYTES,
         head_dims=range(1, 257),
         block_sizes=ANY,
-        mixed=True,
-        scales=True,
+        has_mixed_dtypes=True,
+        has_scales=True,
         only=(),
         never=BEFORE_AMPERE,
         devices="Ampere (sm_80) and later",
@@ -61,8 +67,8 @@ COVERAGE = {
         kv_dtypes=FLOATS[1:],
         head_dims=(64, 128),
         block_sizes=(8, 16, 32, 64),  # a page is one TMA box, and a chunk a whole number of pages
-        mixed=False,
-        scales=False,
+        has_mixed_dtypes=False,
+        has_scales=False,
         only=HOPPER,
         never=(),
         devices="Hopper (sm_90a)",
@@ -70,8 +76,8 @@ COVERAGE = {
 }
 MOST_HEADS = 64  # query heads of one KV head: rows of one program
 
-# Pallas-Triton counts offsets in int32 up to 2^32 bytes and Triton takes them as signed: for pages of two bytes and more a
-# number that does not fit is never reached, for pages of one byte it is.
+# Pallas-Triton counts offsets in int32 up to 2^32 bytes, and Triton takes them as signed. For
+# pages of two bytes and more a number that does not fit is never reached; for one byte it is.
 TRITON_WRAPS = (2**31, 2**32)
 
 
@@ -84,57 +90,94 @@ class Problem(NamedTuple):
     block_size: int
     group: int
     pool_size: int
-    scaled: bool
+    has_scales: bool
 
     @classmethod
     def of(cls, q, k_pages, k_scale, v_scale) -> "Problem":
-        """That of the arguments of `ragged_paged_attention`."""
-        group = q.shape[1] // k_pages.shape[2]
-        shape = q.shape[2], k_pages.shape[1], group, k_pages.size
-        return cls(q.dtype.name, k_pages.dtype.name, *shape, k_scale is not None or v_scale is not None)
+        """Return the problem of the arguments of `ragged_paged_attention`."""
+        return cls(
+            q_dtype=q.dtype.name,
+            kv_dtype=k_pages.dtype.name,
+            head_dim=q.shape[2],
+            block_size=k_pages.shape[1],
+            group=q.shape[1] // k_pages.shape[2],
+            pool_size=k_pages.size,
+            has_scales=k_scale is not None or v_scale is not None,
+        )
 
 
 def why_not(implementation: str, problem: Problem, device_kind: str | None) -> str:
-    """Why the implementation cannot take the problem on the device (None: not known), or an empty string."""
+    """Return why the implementation cannot take the problem on the device, or an empty string.
+
+    A `device_kind` of None is a device that is not known, and counts as covered.
+    """
     if implementation == "xla":
         return ""
-    covered, p = COVERAGE[implementation], problem
-    if p.q_dtype not in covered.q_dtypes:
-        return f"q of dtype {p.q_dtype} is not covered, only {', '.join(covered.q_dtypes)}"
-    if p.kv_dtype not in covered.kv_dtypes:
-        return f"pages of dtype {p.kv_dtype} are not covered, only {', '.join(covered.kv_dtypes)}"
-    if p.head_dim not in covered.head_dims:
-        return f"head_dim {p.head_dim} is not covered, only {_text(covered.head_dims)}"
-    if p.block_size not in covered.block_sizes:
-        return f"block_size {p.block_size} is not covered, only {_text(covered.block_sizes)}"
-    if p.group > MOST_HEADS:
-        return f"{p.group} query heads to a KV head are not covered, at most {MOST_HEADS}"
-    if p.kv_dtype != p.q_dtype and not covered.mixed:
-        return f"pages of another dtype than q's ({p.q_dtype}) are not covered"
-    if p.scaled and not covered.scales:
-        return "pages with scales are not covered"
-    named = partial(_names, device_kind or "")
-    if device_kind is not None and (named(covered.never) or (covered.only and not named(covered.only))):
-        return f"device {device_kind!r} is not covered, only {covered.devices}"
-    wraps = implementation == "triton" and jnp.dtype(p.kv_dtype).itemsize == 1
-    if wraps and TRITON_WRAPS[0] < p.pool_size <= TRITON_WRAPS[1]:
-        return (
-            f"pages of one byte a number that are {p.pool_size} bytes large are not covered:"
-            f" Pallas-Triton's offsets wrap from {TRITON_WRAPS[0]} to {TRITON_WRAPS[1]} bytes"
-        )
+    covered = COVERAGE[implementation]
+    return (
+        _why_not_dtypes(covered, problem)
+        or _why_not_sizes(covered, problem)
+        or _why_not_device(covered, device_kind)
+        or _why_not_pool(implementation, problem)
+    )
+
+
+def _why_not_dtypes(covered: Coverage, problem: Problem) -> str:
+    if problem.q_dtype not in covered.q_dtypes:
+        return f"q of dtype {problem.q_dtype} is not covered, only {', '.join(covered.q_dtypes)}"
+    if problem.kv_dtype not in covered.kv_dtypes:
+        only = ", ".join(covered.kv_dtypes)
+        return f"pages of dtype {problem.kv_dtype} are not covered, only {only}"
     return ""
 
 
-def pick(platform: str, problem: Problem, device_kind: str | None) -> str:
-    """The implementation for `implementation=None`. No kernel where the device is not known: Pallas compiles for none else."""
-    for name in PREFERENCE.get(platform, PREFERENCE["other"]):
-        if name == "xla" or (device_kind is not None and not why_not(name, problem, device_kind)):
-            return name
-    raise AssertionError("XLA covers everything")
+def _why_not_sizes(covered: Coverage, problem: Problem) -> str:
+    p = problem
+    if p.head_dim not in covered.head_dims:
+        return f"head_dim {p.head_dim} is not covered, only {_in_words(covered.head_dims)}"
+    if p.block_size not in covered.block_sizes:
+        return f"block_size {p.block_size} is not covered, only {_in_words(covered.block_sizes)}"
+    if p.group > MOST_HEADS:
+        return f"{p.group} query heads to a KV head are not covered, at most {MOST_HEADS}"
+    if p.kv_dtype != p.q_dtype and not covered.has_mixed_dtypes:
+        return f"pages of another dtype than q's ({p.q_dtype}) are not covered"
+    if p.has_scales and not covered.has_scales:
+        return "pages with scales are not covered"
+    return ""
+
+
+def _why_not_device(covered: Coverage, device_kind: str | None) -> str:
+    if device_kind is None:
+        return ""
+    is_covered = not covered.only or _is_listed(device_kind, covered.only)
+    if is_covered and not _is_listed(device_kind, covered.never):
+        return ""
+    return f"device {device_kind!r} is not covered, only {covered.devices}"
+
+
+def _why_not_pool(implementation: str, problem: Problem) -> str:
+    if implementation != "triton" or jnp.dtype(problem.kv_dtype).itemsize > 1:
+        return ""
+    if not TRITON_WRAPS[0] < problem.pool_size <= TRITON_WRAPS[1]:
+        return ""
+    return (
+        f"pages of one byte a number that are {problem.pool_size} bytes large are not covered:"
+        f" Pallas-Triton's offsets wrap from {TRITON_WRAPS[0]} to {TRITON_WRAPS[1]} bytes"
+    )
+
+
+def pick_for_cuda(problem: Problem, device_kind: str | None) -> str:
+    """Return the implementation that `implementation=None` means on CUDA.
+
+    Where the device is not known it is XLA: what Pallas compiles is for one kind of device.
+    """
+    if device_kind is None:
+        return "xla"
+    return next(name for name in PREFERENCE if not why_not(name, problem, device_kind))
 
 
 def target_device_kind() -> str | None:
-    """The kind of GPU that is compiled for, as far as that is known while a function is traced."""
+    """Return the kind of GPU that is compiled for, if it is known while a function is traced."""
     mesh_device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if mesh_device is not None:
         return mesh_device.device_kind if mesh_device.platform in ("gpu", "cuda") else None
@@ -145,23 +188,32 @@ def target_device_kind() -> str | None:
 
 
 def is_hopper(device_kind: str) -> bool:
-    """Whether the kind names a GPU of compute capability 9.0."""
-    return _names(device_kind, HOPPER)
+    """Return whether the kind is a GPU of compute capability 9.0."""
+    return _is_listed(device_kind, HOPPER)
 
 
-def converts_fp8(device_kind: str | None) -> bool:
-    """Whether the kind names a GPU with an instruction for float8_e4m3fn (compute capability 8.9 and above)."""
-    return device_kind is not None and _names(device_kind, CONVERTS_FP8)
+def has_fp8_conversion(device_kind: str | None) -> bool:
+    """Return whether the kind is a GPU with an instruction for float8_e4m3fn.
+
+    It came with compute capability 8.9. A device that is not known counts as one without it.
+    """
+    return device_kind is not None and _is_listed(device_kind, CONVERTS_FP8)
 
 
-def _names(device_kind: str, names: tuple[str, ...]) -> bool:
-    return any(word in names for word in device_kind.replace("-", " ").split())
+def _is_listed(device_kind: str, words: tuple[str, ...]) -> bool:
+    """Return whether a word of the kind is listed: "NVIDIA A100-SXM4-80GB" has the word A100."""
+    return any(word in words for word in device_kind.replace("-", " ").split())
 
 
-def load(implementation: str):
-    """Its module. The Pallas ones are imported when they are first wanted: they take a while, and not every jaxlib has them."""
+def load(implementation: str) -> ModuleType:
+    """Return the implementation's module.
+
+    The Pallas ones are imported at first use: they take a while, and not every jaxlib has them.
+    """
     return importlib.import_module(f".{implementation}", __package__)
 
 
-def _text(values) -> str:
-    return f"{values[0]} to {values[-1]}" if isinstance(values, range) else ", ".join(map(str, values))
+def _in_words(values: Sequence) -> str:
+    if isinstance(values, range):
+        return f"{values[0]} to {values[-1]}"
+    return ", ".join(map(str, values))

@@ -1,6 +1,7 @@
-"""An operation that no platform has: a program that needs it is refused, with the reason, when it is lowered.
+"""An operation that no platform has: lowering a program that needs it raises, with the reason.
 
-What platform a function is compiled for may be known no earlier than that, as when it is compiled ahead of time.
+What platform a function is compiled for may be known no earlier than that, as when it is compiled
+ahead of time.
 """
 
 from jax.extend.core import Primitive
@@ -12,7 +13,7 @@ _refuse_p.def_abstract_eval(lambda x, *, reason: x)
 
 
 def refuse(x: Array, reason: str) -> Array:
-    """Something of the shape of `x`. Raises NotImplementedError(reason) when it is lowered."""
+    """Return an array like `x` whose lowering raises NotImplementedError(reason)."""
     return _refuse_p.bind(x, reason=reason)
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.kernels.paged_attention import combine, dispatch, mosaic_gpu, plan, triton, xla
-from paged_jax.kernels.paged_attention.reference import reference_attention
-from paged_jax.kernels.paged_attention.scoring import NO_SCALES, Scales, Scoring
+from paged_jax.kernels.paged_attention.scoring import Scales, Scoring
+from reference import reference_attention
 
 RACES = mosaic_gpu.plgpu.InterpretGPUParams(detect_races=True)
 
@@ -47,7 +47,10 @@ class Heads:
         return self.kv_heads * self.group
 
     def __str__(self):
-        extras = "".join(f"-{name}{value}" for name, value in self.scoring.items()) + "-sinks" * self.sinks
+        extras = (
+            "".join(f"-{name}{value}" for name, value in self.scoring.items())
+            + "-sinks" * self.sinks
+        )
         extras += "".join(f"-{x}" for x in (self.kv_dtype, self.scales) if x)
         return f"D{self.head_dim}-B{self.block_size}-KV{self.kv_heads}x{self.group}-{self.dtype}{extras}"
 
@@ -64,7 +67,7 @@ class Batch:
     cu_q_lens: jax.Array
     num_seqs: jax.Array
     sinks: jax.Array | None
-    scales: Scales = NO_SCALES
+    scales: Scales = Scales()
 
     @property
     def arrays(self):
@@ -77,15 +80,21 @@ def covers(form: str, heads: Heads) -> bool:
         return True
     kv_dtype = heads.kv_dtype or heads.dtype
     shape = heads.head_dim, heads.block_size, heads.group, 10**6
-    return not dispatch.why_not(form, dispatch.Problem(heads.dtype, kv_dtype, *shape, heads.scales is not None), None)
+    return not dispatch.why_not(
+        form, dispatch.Problem(heads.dtype, kv_dtype, *shape, heads.scales is not None), None
+    )
 
 
-def make_batch(heads: Heads, lens, *, num_tokens, num_seqs, table_width, seed=0, poison=True) -> Batch:
+def make_batch(
+    heads: Heads, lens, *, num_tokens, num_seqs, table_width, seed=0, poison=True
+) -> Batch:
     """Sequences of `(q_len, kv_len)` in `lens`, padded to the given sizes."""
     rng = np.random.default_rng(seed)
     size, width = heads.block_size, table_width
     num_blocks = num_seqs * width + 3
-    pages = rng.standard_normal((2, num_blocks, size, heads.kv_heads, heads.head_dim), dtype=np.float32)
+    pages = rng.standard_normal(
+        (2, num_blocks, size, heads.kv_heads, heads.head_dim), dtype=np.float32
+    )
     ids = iter(rng.permutation(np.arange(1, num_blocks)))
     tables = np.zeros((num_seqs, width), np.int32)
     computed = np.zeros((num_blocks, size), bool)
@@ -101,7 +110,9 @@ def make_batch(heads: Heads, lens, *, num_tokens, num_seqs, table_width, seed=0,
     cu[len(lens) + 1 :] = cu[len(lens)]
     assert cu[-1] <= num_tokens
     q = rng.standard_normal((num_tokens, heads.num_heads, heads.head_dim), dtype=np.float32)
-    sinks = jnp.asarray(rng.standard_normal(heads.num_heads, dtype=np.float32)) if heads.sinks else None
+    sinks = (
+        jnp.asarray(rng.standard_normal(heads.num_heads, dtype=np.float32)) if heads.sinks else None
+    )
     (k, k_scale), (v, v_scale) = (_store(heads, x, rng) for x in pages)
     index = map(jnp.asarray, (kv_lens, tables, cu, np.int32(len(lens))))
     return Batch(jnp.asarray(q, heads.dtype), k, v, *index, sinks, Scales(k_scale, v_scale))
@@ -112,7 +123,9 @@ def _store(heads: Heads, pages, rng):
     dtype = jnp.dtype(heads.kv_dtype or heads.dtype)
     if heads.scales is None:
         return jnp.asarray(pages, dtype), None
-    spread = rng.uniform(0.5, 2, () if heads.scales == "tensor" else pages.shape[:3]).astype(np.float32)
+    spread = rng.uniform(0.5, 2, () if heads.scales == "tensor" else pages.shape[:3]).astype(
+        np.float32
+    )
     largest = 127 if dtype == jnp.int8 else 240
     scale = spread * 4.5 / largest
     numbers = pages / (scale[..., None] if scale.ndim else scale)
@@ -137,7 +150,7 @@ def run(arrays, sinks, scales, scoring, form):
     q, k_pages, v_pages, *index = arrays
     sizes = dict(num_blocks=k_pages.shape[0], block_size=k_pages.shape[1], window=scoring.window)
     made = plan.plan_attention(q.shape[0], *index, **sizes)
-    return FORMS[form](q, k_pages, v_pages, made, sinks, scoring, scales=scales)
+    return FORMS[form](q, k_pages, v_pages, made, sinks, scales, scoring)
 
 
 def attend(form: str, heads: Heads, batch: Batch, *, small_chunks=True):

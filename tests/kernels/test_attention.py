@@ -11,8 +11,8 @@ from cases import Heads, assert_matches, attend, expected, make_batch, with_arra
 from jax.sharding import PartitionSpec as P
 
 from paged_jax.kernels import plan_attention, ragged_paged_attention, write_kv
-from paged_jax.kernels.paged_attention.reference import reference_attention
 from paged_jax.kernels.paged_attention.scoring import Scales, Scoring
+from reference import reference_attention
 
 every_form = pytest.mark.parametrize("form", cases.FORMS)
 
@@ -24,7 +24,10 @@ def sweep(heads, mosaic=(), triton=()):
     assert all(cases.covers(form, case) for form, case, _ in pairs)
     # Of a kernel the first case is enough for a quick run.
     slow = lambda form, i: [pytest.mark.slow] if i and form in ("triton", "mosaic_gpu") else []  # noqa: E731
-    pairs = [pytest.param(form, case, marks=slow(form, i), id=f"{form}-{case}") for form, case, i in pairs]
+    pairs = [
+        pytest.param(form, case, marks=slow(form, i), id=f"{form}-{case}")
+        for form, case, i in pairs
+    ]
     return pytest.mark.parametrize("form, heads", pairs)
 
 
@@ -46,8 +49,20 @@ FOR_MOSAIC = [
 ]
 QUANTISED = [
     Heads(64, 16, 2, 4, kv_dtype="int8", scales="token"),
-    Heads(80, 8, 1, 3, dict(soft_cap=5.0), dtype="bfloat16", kv_dtype="float8_e4m3fn", scales="token"),
-    Heads(16, 16, 2, 1, dict(window=30), sinks=True, dtype="float16", kv_dtype="float8_e5m2", scales="tensor"),
+    Heads(
+        80, 8, 1, 3, dict(soft_cap=5.0), dtype="bfloat16", kv_dtype="float8_e4m3fn", scales="token"
+    ),
+    Heads(
+        16,
+        16,
+        2,
+        1,
+        dict(window=30),
+        sinks=True,
+        dtype="float16",
+        kv_dtype="float8_e5m2",
+        scales="tensor",
+    ),
 ]
 QUANTISED_FOR_TRITON = [
     Heads(64, 16, 1, 8, dtype="bfloat16", kv_dtype="int8", scales="tensor"),
@@ -98,7 +113,10 @@ def test_prefill_chunks_and_decoding_rows_in_one_batch_match_the_reference(heads
         [],
     )
     if form == "mosaic_gpu":
-        sizes, batches = sizes | dict(num_tokens=40, num_seqs=4), [[(1, 40), (30, 96), (1, 1), (2, 90)], []]
+        sizes, batches = (
+            sizes | dict(num_tokens=40, num_seqs=4),
+            [[(1, 40), (30, 96), (1, 1), (2, 90)], []],
+        )
     for lens in batches:
         batch = make_batch(heads, lens, **sizes)
         assert_matches(heads, attend(form, heads, batch), expected(heads, batch))
@@ -121,12 +139,16 @@ def test_a_sink_far_from_the_scores_neither_overflows_nor_counts(form):
 
 
 @every_form
-@pytest.mark.parametrize("lens, num_tokens", [([(1, 1100), (1, 3), (1, 512)], 4), ([(60, 400), (1, 300)], 64)])
+@pytest.mark.parametrize(
+    "lens, num_tokens", [([(1, 1100), (1, 3), (1, 512)], 4), ([(60, 400), (1, 300)], 64)]
+)
 def test_contexts_of_several_full_chunks_match_the_reference(form, lens, num_tokens):
     for window in (700, None):  # without, Mosaic's ring of chunks is filled again
         heads = replace(WINDOWED_FOR[form], scoring=dict(window=window))
         batch = make_batch(heads, lens, num_tokens=num_tokens, num_seqs=4, table_width=71)
-        assert_matches(heads, attend(form, heads, batch, small_chunks=False), expected(heads, batch))
+        assert_matches(
+            heads, attend(form, heads, batch, small_chunks=False), expected(heads, batch)
+        )
 
 
 @every_form
@@ -136,7 +158,9 @@ def test_a_prompt_in_chunks_gives_what_it_gives_at_once(form):
     whole = make_batch(heads, [(total, total), (1, 20)], **MIXED)
     want, _ = expected(heads, whole)
     table = np.asarray(whole.block_tables[0])
-    k, v = (x[table].reshape(-1, heads.kv_heads, heads.head_dim) for x in (whole.k_pages, whole.v_pages))
+    k, v = (
+        x[table].reshape(-1, heads.kv_heads, heads.head_dim) for x in (whole.k_pages, whole.v_pages)
+    )
     write = jax.jit(write_kv)
     padding = np.arange(MIXED["num_tokens"])
     for chunk in (
@@ -147,7 +171,9 @@ def test_a_prompt_in_chunks_gives_what_it_gives_at_once(form):
         for start in range(0, total, chunk):
             n = min(chunk, total - start)
             t = np.minimum(start + padding, total - 1)
-            slots = np.where(padding < n, table[t // size] * size + t % size, whole.k_pages.shape[0] * size)
+            slots = np.where(
+                padding < n, table[t // size] * size + t % size, whole.k_pages.shape[0] * size
+            )
             pages = write(*pages, k[t], v[t], jnp.asarray(slots, jnp.int32))
             q = np.zeros_like(whole.q)
             q[:n], q[n] = whole.q[start : start + n], whole.q[total]
@@ -169,9 +195,13 @@ def test_what_no_live_sequence_computed_does_not_matter(form, sizes):
     # Past a sequence's length the table names other sequences' blocks, or none that exist; rows that are not live hold
     # anything at all. Blocks that a window has passed are the null block.
     n = len(lens)
-    tables, kv_lens, cu = (np.array(x) for x in (poisoned.block_tables, poisoned.kv_lens, poisoned.cu_q_lens))
+    tables, kv_lens, cu = (
+        np.array(x) for x in (poisoned.block_tables, poisoned.kv_lens, poisoned.cu_q_lens)
+    )
     for s, (_, kv_len) in enumerate(lens):
-        tables[s, -(-kv_len // 16) :] = [tables[0, 0], 10**9, -7, -(2**31), 2**31 - 1, 3][: 6 - -(-kv_len // 16)]
+        tables[s, -(-kv_len // 16) :] = [tables[0, 0], 10**9, -7, -(2**31), 2**31 - 1, 3][
+            : 6 - -(-kv_len // 16)
+        ]
     tables[0, : (50 - 20) // 16] = 0
     tables[n:], kv_lens[n:], cu[n + 1 :] = 10**6, 60, 10**6
     poisoned = with_arrays(poisoned, block_tables=tables, kv_lens=kv_lens, cu_q_lens=cu)
@@ -207,7 +237,13 @@ def test_a_row_gives_the_same_numbers_whoever_its_neighbours_are(form):
 
 # The Pallas interpreters do not know explicit meshes; what is compiled does (test_cuda_kernels_compile.py).
 @pytest.mark.parametrize(
-    "form, axis", [(form, axis) for form in cases.FORMS for axis in ("heads", None) if axis or form in ("cpu", "gpu")]
+    "form, axis",
+    [
+        (form, axis)
+        for form in cases.FORMS
+        for axis in ("heads", None)
+        if axis or form in ("cpu", "gpu")
+    ],
 )
 def test_it_runs_inside_shard_map_and_on_an_explicit_mesh(form, axis):
     heads = WINDOWED_FOR[form]
@@ -224,7 +260,9 @@ def test_it_runs_inside_shard_map_and_on_an_explicit_mesh(form, axis):
         specs = (by_head, pages, pages, P(), P(), P(), P())
         # The Pallas interpreters do not know which values vary over a mesh.
         check = dict(check_vma=form in ("cpu", "gpu"))
-        got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=(by_head, by_head), **check))(*batch.arrays)
+        got = jax.jit(
+            jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=(by_head, by_head), **check)
+        )(*batch.arrays)
     assert_matches(heads, got, expected(heads, batch))
 
 
@@ -249,7 +287,9 @@ def test_no_layer_copies_a_page_array(form, num_tokens):
     ints = [spec(s, jnp.int32) for s in ((num_tokens,), (seqs,), (seqs, width), (seqs + 1,), ())]
     q = spec((num_tokens, heads.num_heads, heads.head_dim), jnp.float32)
     compiled = jax.jit(step, donate_argnums=0).lower(pages, q, kv, kv, *ints).compile()
-    makes_pages = re.compile(rf"= \S*\[[\d,]*\b{prime}\b[\d,]*\]\S* (copy|broadcast|reduce|transpose|convert|select)\(")
+    makes_pages = re.compile(
+        rf"= \S*\[[\d,]*\b{prime}\b[\d,]*\]\S* (copy|broadcast|reduce|transpose|convert|select)\("
+    )
     assert not [line for line in compiled.as_text().splitlines() if makes_pages.search(line)]
     page_bytes = 4 * np.prod(shape)
     assert compiled.memory_analysis().alias_size_in_bytes == 2 * layers * page_bytes
@@ -260,7 +300,9 @@ def test_the_public_call_defaults_to_causal_attention_scaled_by_the_head_dim():
     heads = Heads()
     batch = make_batch(heads, [(3, 30), (1, 5)], num_tokens=4, num_seqs=4, table_width=3)
     batch = with_arrays(batch, num_seqs=[2])  # as an array of one number, like JAX's op
-    got = jax.jit(functools.partial(ragged_paged_attention, return_lse=True, implementation="xla"))(*batch.arrays)
+    got = jax.jit(functools.partial(ragged_paged_attention, return_lse=True, implementation="xla"))(
+        *batch.arrays
+    )
     assert_matches(heads, got, expected(heads, batch))
     assert got[0].dtype == batch.q.dtype and got[1].dtype == jnp.float32
     alone = jax.eval_shape(ragged_paged_attention, *batch.arrays)
@@ -308,7 +350,9 @@ def test_a_batch_with_nothing_in_it_gives_zeros(empty):
 
 @every_form
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("lens, num_tokens", [([(1, 0), (1, 3), (1, 0)], 4), ([(1, 0), (1, 9), (3, 2), (36, 5)], 48)])
+@pytest.mark.parametrize(
+    "lens, num_tokens", [([(1, 0), (1, 3), (1, 0)], 4), ([(1, 0), (1, 9), (3, 2), (36, 5)], 48)]
+)
 def test_a_row_that_sees_no_key_gives_zero_and_no_mass(form, sinks, lens, num_tokens):
     heads = replace(WINDOWED_FOR[form], sinks=sinks)
     batch = make_batch(heads, lens, num_tokens=num_tokens, num_seqs=4, table_width=6)
@@ -334,7 +378,9 @@ def test_with_64_bit_numbers_enabled_nothing_changes(implementation, lens, num_t
     heads = Heads(16, 16, 2, 2, dict(window=20))
     batch = make_batch(heads, lens, num_tokens=num_tokens, num_seqs=2, table_width=4)
     interpret = implementation != "xla"
-    options = dict(implementation=implementation, interpret=interpret, return_lse=True, **heads.scoring)
+    options = dict(
+        implementation=implementation, interpret=interpret, return_lse=True, **heads.scoring
+    )
     with jax.enable_x64(True):
         got = jax.jit(functools.partial(ragged_paged_attention, **options))(*batch.arrays)
         wide = [np.asarray(x, np.float64 if x.ndim > 2 else np.int64) for x in batch.arrays]
@@ -351,15 +397,21 @@ def test_integers_that_int32_does_not_hold_do_not_wrap_around(dtype):
     q, k_pages, v_pages, kv_lens, tables, cu_q_lens, _ = map(np.asarray, batch.arrays)
     large = min(2**40, np.iinfo(dtype).max)
     kv_lens = np.array([large, 9], dtype)
-    got = ragged_paged_attention(q, k_pages, v_pages, kv_lens, tables, cu_q_lens, 2**70, return_lse=True)
+    got = ragged_paged_attention(
+        q, k_pages, v_pages, kv_lens, tables, cu_q_lens, 2**70, return_lse=True
+    )
     assert_matches(heads, got, expected(heads, batch))
 
 
 @every_form
 def test_lengths_and_rows_that_point_outside_are_brought_inside(form):
     heads = WINDOWED_FOR[form]
-    batch = make_batch(heads, [(2, 50), (1, 96)], num_tokens=4, num_seqs=4, table_width=6, poison=False)
-    outside = with_arrays(batch, kv_lens=np.array([50, 400, 7, -9]), cu_q_lens=np.array([-5, 2, 3, 99, -1]))
+    batch = make_batch(
+        heads, [(2, 50), (1, 96)], num_tokens=4, num_seqs=4, table_width=6, poison=False
+    )
+    outside = with_arrays(
+        batch, kv_lens=np.array([50, 400, 7, -9]), cu_q_lens=np.array([-5, 2, 3, 99, -1])
+    )
     outside = with_arrays(outside, num_seqs=np.int32(2))
     assert_matches(heads, attend(form, heads, outside), expected(heads, batch))
 
@@ -378,7 +430,10 @@ def test_lengths_and_rows_that_point_outside_are_brought_inside(form):
 )
 def test_a_bad_argument_of_a_plan_is_named_with_its_value(change, error, message):
     good = dict(
-        num_tokens=2, kv_lens=jnp.array([3, 5]), block_tables=jnp.zeros((2, 4), jnp.int32), cu_q_lens=jnp.arange(3)
+        num_tokens=2,
+        kv_lens=jnp.array([3, 5]),
+        block_tables=jnp.zeros((2, 4), jnp.int32),
+        cu_q_lens=jnp.arange(3),
     )
     with pytest.raises(error, match=message):
         plan_attention(**good | dict(num_seqs=2, num_blocks=5, block_size=8, window=None) | change)
@@ -394,8 +449,12 @@ def test_a_plan_serves_only_what_it_was_made_for():
     plan = plan_attention(2, *index, **sizes)
     assert ragged_paged_attention(q, pages, pages, *index, plan=plan).shape == q.shape
     for change in (dict(num_blocks=99), dict(block_size=16), dict(window=3)):
-        with pytest.raises(ValueError, match=r"plan was made for Planned\(num_tokens=2.*; expected Planned\("):
-            ragged_paged_attention(q, pages, pages, *index, plan=plan_attention(2, *index, **sizes | change))
+        with pytest.raises(
+            ValueError, match=r"plan was made for Planned\(num_tokens=2.*; expected Planned\("
+        ):
+            ragged_paged_attention(
+                q, pages, pages, *index, plan=plan_attention(2, *index, **sizes | change)
+            )
     with pytest.raises(ValueError, match="plan was made for Planned"):
         ragged_paged_attention(_f32(1, 4, 16), pages, pages, *index, plan=plan)
     with pytest.raises(TypeError, match="plan is a tuple; expected what plan_attention made"):
@@ -410,18 +469,50 @@ def _f32(*shape):
     "change, error, message",
     [
         (dict(q=_f32(4, 64)), ValueError, r"q has shape \(4, 64\); expected \[T, H, D\]"),
-        (dict(q=_f32(4, 5, 16)), ValueError, "q has 5 heads; expected a multiple of the 2 KV heads"),
+        (
+            dict(q=_f32(4, 5, 16)),
+            ValueError,
+            "q has 5 heads; expected a multiple of the 2 KV heads",
+        ),
         (dict(q=_f32(4, 4, 8)), ValueError, "k_pages has head_dim 16; expected 8"),
-        (dict(q=jnp.zeros((4, 4, 16), jnp.int32)), TypeError, "q has dtype int32; expected float32, bfloat16"),
-        (dict(q=jnp.zeros((4, 4, 16), jnp.bfloat16)), TypeError, "k_pages has dtype float32; expected bfloat16"),
+        (
+            dict(q=jnp.zeros((4, 4, 16), jnp.int32)),
+            TypeError,
+            "q has dtype int32; expected float32, bfloat16",
+        ),
+        (
+            dict(q=jnp.zeros((4, 4, 16), jnp.bfloat16)),
+            TypeError,
+            "k_pages has dtype float32; expected bfloat16",
+        ),
         (dict(k_pages=_f32(5, 8, 32)), ValueError, r"k_pages has shape \(5, 8, 32\)"),
-        (dict(v_pages=_f32(5, 8, 2, 8)), ValueError, r"v_pages has shape \(5, 8, 2, 8\); expected \(5, 8, 2, 16\)"),
-        (dict(v_pages=jnp.zeros((5, 8, 2, 16), jnp.bfloat16)), TypeError, "v_pages has dtype bfloat16"),
-        (dict(k_pages=jnp.zeros((5, 8, 2, 16), jnp.int16)), TypeError, "k_pages has dtype int16; expected float32"),
-        (dict(k_scale=_f32(5, 8)), ValueError, r"k_scale has shape \(5, 8\); expected a scalar or \(5, 8, 2\)"),
+        (
+            dict(v_pages=_f32(5, 8, 2, 8)),
+            ValueError,
+            r"v_pages has shape \(5, 8, 2, 8\); expected \(5, 8, 2, 16\)",
+        ),
+        (
+            dict(v_pages=jnp.zeros((5, 8, 2, 16), jnp.bfloat16)),
+            TypeError,
+            "v_pages has dtype bfloat16",
+        ),
+        (
+            dict(k_pages=jnp.zeros((5, 8, 2, 16), jnp.int16)),
+            TypeError,
+            "k_pages has dtype int16; expected float32",
+        ),
+        (
+            dict(k_scale=_f32(5, 8)),
+            ValueError,
+            r"k_scale has shape \(5, 8\); expected a scalar or \(5, 8, 2\)",
+        ),
         (dict(v_scale=_f32(1)), ValueError, r"v_scale has shape \(1,\); expected a scalar"),
         (dict(v_scale=2), TypeError, "v_scale has dtype int32; expected a floating dtype"),
-        (dict(kv_lens=jnp.zeros((2, 1), jnp.int32)), ValueError, r"kv_lens has shape \(2, 1\); expected \[S\]"),
+        (
+            dict(kv_lens=jnp.zeros((2, 1), jnp.int32)),
+            ValueError,
+            r"kv_lens has shape \(2, 1\); expected \[S\]",
+        ),
         (dict(kv_lens=_f32(2)), TypeError, "kv_lens has dtype float32; expected an integer dtype"),
         (
             dict(block_tables=jnp.zeros((3, 4), jnp.int32)),
@@ -429,8 +520,16 @@ def _f32(*shape):
             r"block_tables has shape \(3, 4\); expected \(2, 4\)",
         ),
         (dict(block_tables=_f32(2, 4)), TypeError, "block_tables has dtype float32"),
-        (dict(cu_q_lens=jnp.zeros(2, jnp.int32)), ValueError, r"cu_q_lens has shape \(2,\); expected \(3,\)"),
-        (dict(num_seqs=jnp.zeros(2, jnp.int32)), ValueError, r"num_seqs has shape \(2,\); expected a scalar"),
+        (
+            dict(cu_q_lens=jnp.zeros(2, jnp.int32)),
+            ValueError,
+            r"cu_q_lens has shape \(2,\); expected \(3,\)",
+        ),
+        (
+            dict(num_seqs=jnp.zeros(2, jnp.int32)),
+            ValueError,
+            r"num_seqs has shape \(2,\); expected a scalar",
+        ),
         (dict(num_seqs=1.5), TypeError, "num_seqs is a float; expected an array"),
         (dict(num_seqs=jnp.float32(1)), TypeError, "num_seqs has dtype float32"),
         (dict(sinks=_f32(2)), ValueError, r"sinks has shape \(2,\); expected \(4,\)"),
@@ -442,15 +541,39 @@ def _f32(*shape):
         (dict(scale=float("inf")), ValueError, "scale=inf; expected a finite number"),
         (dict(soft_cap="a"), TypeError, "soft_cap='a'; expected a Python number or None"),
         (dict(soft_cap=True), TypeError, "soft_cap=True; expected a Python number or None"),
-        (dict(scale=1e300), ValueError, "scale=1e[+]300; expected a finite number that float32 holds"),
-        (dict(soft_cap=10**400), ValueError, "soft_cap=10*; expected a finite number above 0 that float32 holds"),
-        (dict(q=_f32(4, 0, 16)), ValueError, r"q has shape \(4, 0, 16\); expected at least one head"),
-        (dict(q=jnp.zeros((4, 4, 16), jnp.float8_e5m2)), TypeError, "q has dtype float8_e5m2; expected float32"),
-        (dict(sinks=jnp.zeros(4, jnp.int32)), TypeError, "sinks has dtype int32; expected a floating dtype"),
+        (
+            dict(scale=1e300),
+            ValueError,
+            "scale=1e[+]300; expected a finite number that float32 holds",
+        ),
+        (
+            dict(soft_cap=10**400),
+            ValueError,
+            "soft_cap=10*; expected a finite number above 0 that float32 holds",
+        ),
+        (
+            dict(q=_f32(4, 0, 16)),
+            ValueError,
+            r"q has shape \(4, 0, 16\); expected at least one head",
+        ),
+        (
+            dict(q=jnp.zeros((4, 4, 16), jnp.float8_e5m2)),
+            TypeError,
+            "q has dtype float8_e5m2; expected float32",
+        ),
+        (
+            dict(sinks=jnp.zeros(4, jnp.int32)),
+            TypeError,
+            "sinks has dtype int32; expected a floating dtype",
+        ),
         (dict(num_seqs=None), TypeError, "num_seqs is a NoneType; expected an array"),
         (dict(num_seqs="x"), TypeError, "num_seqs is a str"),
         (dict(k_scale="1"), TypeError, "k_scale is a str; expected an array or a number"),
-        (dict(kv_lens=np.array(["a", "b"])), TypeError, "kv_lens has dtype <U1; expected an integer dtype"),
+        (
+            dict(kv_lens=np.array(["a", "b"])),
+            TypeError,
+            "kv_lens has dtype <U1; expected an integer dtype",
+        ),
         (dict(q=[[[0.0]]]), TypeError, "q is a list; expected an array"),
         (dict(v_pages=None), TypeError, "v_pages is a NoneType; expected an array"),
         (dict(sinks=[0.0] * 4), TypeError, "sinks is a list; expected an array"),
@@ -462,6 +585,10 @@ def _f32(*shape):
 )
 def test_a_bad_argument_is_named_with_its_value(change, error, message):
     good = dict(q=_f32(4, 4, 16), k_pages=_f32(5, 8, 2, 16), v_pages=_f32(5, 8, 2, 16))
-    good |= dict(kv_lens=jnp.array([3, 5]), block_tables=jnp.zeros((2, 4), jnp.int32), cu_q_lens=jnp.array([0, 3, 4]))
+    good |= dict(
+        kv_lens=jnp.array([3, 5]),
+        block_tables=jnp.zeros((2, 4), jnp.int32),
+        cu_q_lens=jnp.array([0, 3, 4]),
+    )
     with pytest.raises(error, match=message):
         ragged_paged_attention(**good | dict(num_seqs=2) | change)

@@ -6,37 +6,37 @@ from paged_jax.kernels import ragged_paged_attention
 from paged_jax.kernels.paged_attention import dispatch
 from paged_jax.kernels.paged_attention.dispatch import Problem
 
-COMMON = Problem("bfloat16", "bfloat16", head_dim=128, block_size=16, group=4, pool_size=10**9, scaled=False)
+COMMON = Problem(
+    "bfloat16", "bfloat16", head_dim=128, block_size=16, group=4, pool_size=10**9, has_scales=False
+)
 
 
 @pytest.mark.parametrize(
-    "platform, device_kind, change, want",
+    "device_kind, change, want",
     [
-        ("cpu", None, {}, "xla"),
-        ("rocm", "MI300", {}, "xla"),
-        ("cuda", "NVIDIA H200", {}, "mosaic_gpu"),
-        ("cuda", "NVIDIA H100 80GB HBM3", {}, "mosaic_gpu"),
-        ("cuda", "NVIDIA A100-SXM4-80GB", {}, "triton"),
-        ("cuda", "NVIDIA B200", {}, "triton"),
-        ("cuda", "Tesla V100-SXM2-16GB", {}, "xla"),
-        ("cuda", "Tesla T4", {}, "xla"),
-        ("cuda", "NVIDIA GeForce RTX 2080 Ti", {}, "xla"),
-        ("cuda", "NVIDIA RTX 6000 Ada Generation", {}, "triton"),
-        ("cuda", None, {}, "xla"),
-        ("cuda", "NVIDIA H200", dict(head_dim=80), "triton"),
-        ("cuda", "NVIDIA H200", dict(block_size=24), "triton"),
-        ("cuda", "NVIDIA H200", dict(q_dtype="float32", kv_dtype="float32"), "triton"),
-        ("cuda", "NVIDIA H200", dict(kv_dtype="float8_e4m3fn"), "triton"),
-        ("cuda", "NVIDIA H200", dict(scaled=True), "triton"),
-        ("cuda", "NVIDIA H200", dict(head_dim=512), "xla"),
-        ("cuda", "NVIDIA H200", dict(q_dtype="float64", kv_dtype="float64"), "xla"),
-        ("cuda", "NVIDIA H200", dict(kv_dtype="int8", pool_size=2**31), "triton"),
-        ("cuda", "NVIDIA H200", dict(kv_dtype="int8", pool_size=2**31 + 1), "xla"),
-        ("cuda", "NVIDIA H200", dict(kv_dtype="int8", pool_size=2**32 + 1), "triton"),
+        ("NVIDIA H200", {}, "mosaic_gpu"),
+        ("NVIDIA H100 80GB HBM3", {}, "mosaic_gpu"),
+        ("NVIDIA A100-SXM4-80GB", {}, "triton"),
+        ("NVIDIA B200", {}, "triton"),
+        ("Tesla V100-SXM2-16GB", {}, "xla"),
+        ("Tesla T4", {}, "xla"),
+        ("NVIDIA GeForce RTX 2080 Ti", {}, "xla"),
+        ("NVIDIA RTX 6000 Ada Generation", {}, "triton"),
+        (None, {}, "xla"),
+        ("NVIDIA H200", dict(head_dim=80), "triton"),
+        ("NVIDIA H200", dict(block_size=24), "triton"),
+        ("NVIDIA H200", dict(q_dtype="float32", kv_dtype="float32"), "triton"),
+        ("NVIDIA H200", dict(kv_dtype="float8_e4m3fn"), "triton"),
+        ("NVIDIA H200", dict(has_scales=True), "triton"),
+        ("NVIDIA H200", dict(head_dim=512), "xla"),
+        ("NVIDIA H200", dict(q_dtype="float64", kv_dtype="float64"), "xla"),
+        ("NVIDIA H200", dict(kv_dtype="int8", pool_size=2**31), "triton"),
+        ("NVIDIA H200", dict(kv_dtype="int8", pool_size=2**31 + 1), "xla"),
+        ("NVIDIA H200", dict(kv_dtype="int8", pool_size=2**32 + 1), "triton"),
     ],
 )
-def test_what_is_picked(platform, device_kind, change, want):
-    assert dispatch.pick(platform, COMMON._replace(**change), device_kind) == want
+def test_what_is_picked_on_cuda(device_kind, change, want):
+    assert dispatch.pick_for_cuda(COMMON._replace(**change), device_kind) == want
 
 
 def _arguments(q_dtype=jnp.float32, head_dim=64, block_size=8):
@@ -50,21 +50,38 @@ def _arguments(q_dtype=jnp.float32, head_dim=64, block_size=8):
     [
         ("triton", dict(head_dim=512), "head_dim 512 is not covered, only 1 to 256"),
         ("mosaic_gpu", {}, "q of dtype float32 is not covered, only bfloat16, float16"),
-        ("mosaic_gpu", dict(q_dtype=jnp.bfloat16, head_dim=80), "head_dim 80 is not covered, only 64, 128"),
-        ("mosaic_gpu", dict(q_dtype=jnp.bfloat16, block_size=12), "block_size 12 is not covered, only 8, 16, 32, 64"),
+        (
+            "mosaic_gpu",
+            dict(q_dtype=jnp.bfloat16, head_dim=80),
+            "head_dim 80 is not covered, only 64, 128",
+        ),
+        (
+            "mosaic_gpu",
+            dict(q_dtype=jnp.bfloat16, block_size=12),
+            "block_size 12 is not covered, only 8, 16, 32, 64",
+        ),
     ],
 )
-def test_a_named_implementation_that_does_not_cover_the_arguments_says_why(implementation, change, reason):
-    with pytest.raises(NotImplementedError, match=f"implementation='{implementation}' cannot run this: {reason}"):
+def test_a_named_implementation_that_does_not_cover_the_arguments_says_why(
+    implementation, change, reason
+):
+    with pytest.raises(
+        NotImplementedError, match=f"implementation='{implementation}' cannot run this: {reason}"
+    ):
         ragged_paged_attention(*_arguments(**change), implementation=implementation, interpret=True)
 
 
 @pytest.mark.parametrize(
     "implementation, kind, devices",
-    [("triton", "Tesla T4", "Ampere .sm_80. and later"), ("mosaic_gpu", "NVIDIA A100-SXM4-80GB", "Hopper .sm_90a.")],
+    [
+        ("triton", "Tesla T4", "Ampere .sm_80. and later"),
+        ("mosaic_gpu", "NVIDIA A100-SXM4-80GB", "Hopper .sm_90a."),
+    ],
 )
 def test_a_named_implementation_that_the_device_cannot_run_says_why(implementation, kind, devices):
-    with pytest.raises(NotImplementedError, match=f"device '{kind}' is not covered, only {devices}"):
+    with pytest.raises(
+        NotImplementedError, match=f"device '{kind}' is not covered, only {devices}"
+    ):
         _lower_for(kind, jnp.bfloat16, implementation=implementation)
 
 
@@ -72,32 +89,46 @@ def test_a_named_implementation_that_the_device_cannot_run_says_why(implementati
 @pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_a_kernel_for_cuda_does_not_run_on_a_cpu(implementation, transform):
     call = transform(lambda *arrays: ragged_paged_attention(*arrays, implementation=implementation))
-    with pytest.raises(NotImplementedError, match=f"'{implementation}' cannot run on the platform this is lowered for"):
+    with pytest.raises(
+        NotImplementedError,
+        match=f"'{implementation}' cannot run on the platform this is lowered for",
+    ):
         call(*_arguments(jnp.bfloat16))
 
 
 def test_on_a_cpu_none_is_xla():
     text = [
-        jax.jit(lambda *arrays: ragged_paged_attention(*arrays, implementation=name)).lower(*_arguments()).as_text()  # noqa: B023
+        jax.jit(lambda *arrays: ragged_paged_attention(*arrays, implementation=name))
+        .lower(*_arguments())
+        .as_text()  # noqa: B023
         for name in (None, "xla")
     ]
     assert text[0].count("stablehlo.while") == text[1].count("stablehlo.while") > 0
     assert "triton" not in text[0] and "mosaic_gpu" not in text[0]
 
 
-def _lower_for(kind, dtype, **options) -> str:
+def _lower_for(kind, dtype, *, platform="cuda", **options) -> str:
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Explicit,), abstract_device=device)
+    mesh = jax.sharding.AbstractMesh(
+        (1,), ("x",), (jax.sharding.AxisType.Explicit,), abstract_device=device
+    )
     specs = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in _arguments(dtype)]
     call = jax.jit(lambda *arrays: ragged_paged_attention(*arrays, **options))
     with jax.sharding.use_abstract_mesh(mesh):
-        return call.trace(*specs).lower(lowering_platforms=("cuda",)).as_text()
+        return call.trace(*specs).lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.parametrize("kind, want", [("NVIDIA H200", "mosaic_gpu"), ("NVIDIA A100-SXM4-80GB", "triton")])
+@pytest.mark.parametrize(
+    "kind, want", [("NVIDIA H200", "mosaic_gpu"), ("NVIDIA A100-SXM4-80GB", "triton")]
+)
 def test_lowered_for_a_gpu_none_is_its_kernel(kind, want):
     text = _lower_for(kind, jnp.bfloat16)
     assert ("triton" in text, "mosaic_gpu" in text) == (want == "triton", want == "mosaic_gpu")
+
+
+def test_lowered_for_another_platform_none_is_xla():
+    text = _lower_for("AMD Instinct MI300X", jnp.bfloat16, platform="rocm")
+    assert "stablehlo.while" in text and "triton" not in text and "mosaic_gpu" not in text
 
 
 def _products(jaxpr):
@@ -105,14 +136,18 @@ def _products(jaxpr):
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield equation
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
             if hasattr(inner, "eqns"):
                 yield from _products(inner)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_no_product_of_float32_is_done_in_tensor_float_32(implementation):
-    call = lambda *arrays: ragged_paged_attention(*arrays, implementation=implementation, interpret=True)  # noqa: E731
+    call = lambda *arrays: ragged_paged_attention(
+        *arrays, implementation=implementation, interpret=True
+    )  # noqa: E731
     products = list(_products(jax.make_jaxpr(call)(*_arguments()).jaxpr))
     assert len(products) >= 2
     highest = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)

@@ -19,10 +19,15 @@ def _triton_module(blocks: int, dtype) -> str:
     from jax._src.lib.mlir import ir
 
     kv_lens, cu_q_lens, num_seqs = INDEX
-    q, pages = jax.ShapeDtypeStruct((2, 8, 64), jnp.bfloat16), jax.ShapeDtypeStruct((blocks, *BLOCK), dtype)
+    q, pages = (
+        jax.ShapeDtypeStruct((2, 8, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((blocks, *BLOCK), dtype),
+    )
     arguments = q, pages, pages, kv_lens, jnp.zeros((2, 9), jnp.int32), cu_q_lens, num_seqs
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Explicit,), abstract_device=device)
+    mesh = jax.sharding.AbstractMesh(
+        (1,), ("x",), (jax.sharding.AxisType.Explicit,), abstract_device=device
+    )
     call = jax.jit(lambda *arrays: ragged_paged_attention(*arrays, implementation="triton"))
     with jax.sharding.use_abstract_mesh(mesh):
         lowered = call.trace(*arguments).lower(lowering_platforms=("cuda",))
@@ -51,7 +56,9 @@ def test_triton_multiplies_block_ids_in_64_bits_once_32_do_not_reach(dtype, limi
 def test_triton_refuses_the_pools_for_which_pallas_takes_32_bits_that_do_not_reach():
     size = np.prod(BLOCK)
     for blocks in (LIMIT // size + 1, 2 * LIMIT // size):
-        with pytest.raises(NotImplementedError, match="bytes large are not covered: Pallas-Triton's offsets wrap"):
+        with pytest.raises(
+            NotImplementedError, match="bytes large are not covered: Pallas-Triton's offsets wrap"
+        ):
             _triton_module(blocks, jnp.int8)
 
 
@@ -67,12 +74,22 @@ def test_xla_writes_and_reads_the_last_blocks_of_a_pool_of_more_than_2_31_number
         table = np.zeros((2, 2), np.int32)
         table[0], table[1, 0] = ids[:2], ids[2]
         position = np.r_[:20, :3]
-        slots = jnp.asarray(np.r_[table[0].repeat(16)[:20], table[1].repeat(16)[:3]] * 16 + position % 16, jnp.int32)
+        slots = jnp.asarray(
+            np.r_[table[0].repeat(16)[:20], table[1].repeat(16)[:3]] * 16 + position % 16, jnp.int32
+        )
         write = jax.jit(write_kv, donate_argnums=(0, 1))
         pages, _ = write(
-            jnp.zeros((blocks, *BLOCK), jnp.int8), jnp.zeros((blocks, 16, 2, 1), jnp.int8), k, k[..., :1], slots
+            jnp.zeros((blocks, *BLOCK), jnp.int8),
+            jnp.zeros((blocks, 16, 2, 1), jnp.int8),
+            k,
+            k[..., :1],
+            slots,
         )
-        call = jax.jit(lambda pages: ragged_paged_attention(q, pages, pages, kv_lens, table, cu_q_lens, num_seqs))
+        call = jax.jit(
+            lambda pages: ragged_paged_attention(
+                q, pages, pages, kv_lens, table, cu_q_lens, num_seqs
+            )
+        )
         return np.asarray(call(pages))
 
     # A wrapped id would fall on a block of zeros.

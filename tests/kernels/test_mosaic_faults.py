@@ -6,7 +6,7 @@ import pytest
 from cases import Heads, assert_matches, expected, make_batch
 
 from paged_jax.kernels.paged_attention import mosaic_gpu
-from paged_jax.kernels.paged_attention.scoring import NO_SCALES, Scoring
+from paged_jax.kernels.paged_attention.scoring import Scales, Scoring
 
 plgpu = mosaic_gpu.plgpu
 HEADS = Heads(64, 16, 1, 2, dtype="bfloat16")
@@ -36,7 +36,7 @@ def _run(capfd):
     batch = make_batch(HEADS, [(1, 600), (1, 30)], num_tokens=2, num_seqs=2, table_width=40)
     mosaic_gpu._attend.clear_cache()
     try:
-        got = cases.run(batch.arrays, None, NO_SCALES, Scoring(HEADS.head_dim**-0.5), "mosaic_gpu")
+        got = cases.run(batch.arrays, None, Scales(), Scoring(HEADS.head_dim**-0.5), "mosaic_gpu")
         assert_matches(HEADS, jax.block_until_ready(got), expected(HEADS, batch))
     except (AssertionError, jax.errors.JaxRuntimeError):
         return False

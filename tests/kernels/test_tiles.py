@@ -4,7 +4,13 @@ import pytest
 
 from paged_jax.kernels import plan_attention
 from paged_jax.kernels.paged_attention.combine import share_of_context
-from paged_jax.kernels.paged_attention.tiles import cut_tiles, locate_rows, max_tiles, query_lengths, tile_size
+from paged_jax.kernels.paged_attention.tiles import (
+    cut_tiles,
+    locate_rows,
+    max_tiles,
+    query_lengths,
+    tile_size,
+)
 
 T, S = 40, 6
 BATCHES = [
@@ -21,7 +27,11 @@ def _arrays(q_lens):
     cu = np.full(S + 1, 99, np.int32)  # past the live sequences anything may stand
     cu[: len(q_lens) + 1] = np.cumsum([0, *q_lens])
     kv_lens = np.arange(S, dtype=np.int32) * 10 + 50
-    return jnp.asarray(cu), jnp.asarray(kv_lens), query_lengths(jnp.asarray(cu), jnp.int32(len(q_lens)))
+    return (
+        jnp.asarray(cu),
+        jnp.asarray(kv_lens),
+        query_lengths(jnp.asarray(cu), jnp.int32(len(q_lens))),
+    )
 
 
 @pytest.mark.parametrize("q_lens", BATCHES, ids=str)
@@ -47,7 +57,7 @@ def test_every_owned_row_is_located_in_its_tile(q_lens, size):
     tiles = cut_tiles(lengths, cu, kv_lens, size, max_tiles(T, S, size))
     rows = locate_rows(T, lengths, cu, size)
     n = sum(q_lens)
-    assert np.asarray(rows.owned).tolist() == [True] * n + [False] * (T - n)
+    assert np.asarray(rows.is_owned).tolist() == [True] * n + [False] * (T - n)
     start = np.asarray(tiles.start)[np.asarray(rows.tile)[:n]]
     np.testing.assert_array_equal(start + np.asarray(rows.offset)[:n], np.arange(n))
     assert (np.asarray(rows.offset)[:n] < size).all()
@@ -58,7 +68,10 @@ def test_the_bound_on_tiles_is_enough_and_is_reached(size):
     for num_tokens in range(1, 20):
         for seqs in (1, 2, 5):
             ones = min(seqs, num_tokens)
-            most = max(sum(-(-n // size) for n in [1] * (k - 1) + [num_tokens - k + 1]) for k in range(1, ones + 1))
+            most = max(
+                sum(-(-n // size) for n in [1] * (k - 1) + [num_tokens - k + 1])
+                for k in range(1, ones + 1)
+            )
             assert most <= max_tiles(num_tokens, seqs, size) <= most + 1
 
 
@@ -70,10 +83,23 @@ def test_one_token_a_sequence_makes_tiles_of_one():
 @pytest.mark.parametrize("window", [None, 1, 20, 700])
 def test_a_walk_starts_at_the_first_block_of_its_window(window):
     kv_lens, cu_q_lens = np.array([1, 16, 17, 600]), np.array([0, 1, 2, 3, 36])
-    index = jnp.asarray(kv_lens), jnp.zeros((4, 40), jnp.int32), jnp.asarray(cu_q_lens), jnp.int32(4)
+    index = (
+        jnp.asarray(kv_lens),
+        jnp.zeros((4, 40), jnp.int32),
+        jnp.asarray(cu_q_lens),
+        jnp.int32(4),
+    )
     plan = plan_attention(40, *index, num_blocks=9, block_size=16, window=window)
-    for tiles, walk in ((plan.every.tiles, plan.every), (plan.single[0], plan.single[1]), (plan.wide[0], plan.wide[1])):
-        tile = np.arange(int(tiles.num_tiles)) if walk is plan.every else np.asarray(walk.tile)[np.asarray(walk.starts)]
+    for tiles, walk in (
+        (plan.every.tiles, plan.every),
+        (plan.single[0], plan.single[1]),
+        (plan.wide[0], plan.wide[1]),
+    ):
+        tile = (
+            np.arange(int(tiles.num_tiles))
+            if walk is plan.every
+            else np.asarray(walk.tile)[np.asarray(walk.is_first)]
+        )
         for number, t in enumerate(tile[: int(tiles.num_tiles)]):
             position = int(tiles.position[t])
             first = 0 if window is None else max(position - window + 1, 0)
@@ -81,15 +107,25 @@ def test_a_walk_starts_at_the_first_block_of_its_window(window):
                 assert int(walk.first_block[t]) == first // 16
                 assert int(walk.end_block[t]) == (position + int(tiles.num_rows[t]) - 1) // 16 + 1
             else:
-                assert int(walk.first_key[np.flatnonzero(np.asarray(walk.starts))[number]]) == first // 16 * 16
+                assert (
+                    int(walk.first_key[np.flatnonzero(np.asarray(walk.is_first))[number]])
+                    == first // 16 * 16
+                )
 
 
 @pytest.mark.parametrize("block_size, chunk", [(16, 64), (5, 32), (64, 64)])
 @pytest.mark.parametrize("splits", [1, 3, 8])
-def test_splits_share_out_a_context_once_and_nothing_before_its_first_block(block_size, chunk, splits):
+def test_splits_share_out_a_context_once_and_nothing_before_its_first_block(
+    block_size, chunk, splits
+):
     for first_key, end_key in ((0, 0), (0, 1), (0, 700), (63, 64), (130, 131), (130, 900)):
         parts = [
-            [int(x) for x in share_of_context(jnp.int32(first_key), jnp.int32(end_key), s, splits, chunk, block_size)]
+            [
+                int(x)
+                for x in share_of_context(
+                    jnp.int32(first_key), jnp.int32(end_key), s, splits, chunk, block_size
+                )
+            ]
             for s in range(splits)
         ]
         keys = [key for start, chunks in parts for key in range(start, start + chunks * chunk)]

@@ -9,11 +9,15 @@ N, B, KV, D = 5, 4, 2, 8
 
 
 def _pages(rng):
-    return tuple(jnp.asarray(rng.standard_normal((N, B, KV, D), dtype=np.float32)) for _ in range(2))
+    return tuple(
+        jnp.asarray(rng.standard_normal((N, B, KV, D), dtype=np.float32)) for _ in range(2)
+    )
 
 
 def _new(rng, num_tokens):
-    return tuple(jnp.asarray(rng.standard_normal((num_tokens, KV, D), dtype=np.float32)) for _ in range(2))
+    return tuple(
+        jnp.asarray(rng.standard_normal((num_tokens, KV, D), dtype=np.float32)) for _ in range(2)
+    )
 
 
 def test_each_token_lands_in_its_slot_and_nothing_else_changes():
@@ -37,7 +41,8 @@ def test_a_slot_outside_the_pool_is_dropped(slot):
 
 
 @pytest.mark.parametrize(
-    "slot, dtype", [(2**32 + 1, np.int64), (-(2**32) + 1, np.int64), (2**32 - 1, np.uint32), (255, np.uint8)]
+    "slot, dtype",
+    [(2**32 + 1, np.int64), (-(2**32) + 1, np.int64), (2**32 - 1, np.uint32), (255, np.uint8)],
 )
 def test_a_slot_that_int32_does_not_hold_is_dropped(slot, dtype):
     rng = np.random.default_rng(1)
@@ -51,8 +56,12 @@ def test_donated_pages_are_written_in_place():
     pages = jax.ShapeDtypeStruct((prime, B, KV, D), jnp.float32)
     new = jax.ShapeDtypeStruct((7, KV, D), jnp.float32)
     slots = jax.ShapeDtypeStruct((7,), jnp.int32)
-    compiled = jax.jit(write_kv, donate_argnums=(0, 1)).lower(pages, pages, new, new, slots).compile()
-    assert not [line for line in compiled.as_text().splitlines() if "copy(" in line and str(prime) in line]
+    compiled = (
+        jax.jit(write_kv, donate_argnums=(0, 1)).lower(pages, pages, new, new, slots).compile()
+    )
+    assert not [
+        line for line in compiled.as_text().splitlines() if "copy(" in line and str(prime) in line
+    ]
     memory = compiled.memory_analysis()
     page_bytes = prime * B * KV * D * 4
     assert memory.alias_size_in_bytes == 2 * page_bytes
@@ -73,11 +82,31 @@ def test_a_pool_of_more_than_2_to_the_31_numbers_is_never_indexed_flat():
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        (dict(k_pages=np.zeros((N, B, KV), np.float32)), ValueError, r"k_pages has shape \(5, 4, 2\)"),
-        (dict(v_pages=np.zeros((N + 1, B, KV, D), np.float32)), ValueError, r"v_pages has shape \(6, 4, 2, 8\)"),
-        (dict(k=np.zeros((3, KV + 1, D), np.float32)), ValueError, r"k has shape \(3, 3, 8\); expected \(3, 2, 8\)"),
-        (dict(v=np.zeros((2, KV, D), np.float32)), ValueError, r"v has shape \(2, 2, 8\); expected \(3, 2, 8\)"),
-        (dict(v=np.zeros((3, KV, D), np.float16)), TypeError, "v has dtype float16; expected float32"),
+        (
+            dict(k_pages=np.zeros((N, B, KV), np.float32)),
+            ValueError,
+            r"k_pages has shape \(5, 4, 2\)",
+        ),
+        (
+            dict(v_pages=np.zeros((N + 1, B, KV, D), np.float32)),
+            ValueError,
+            r"v_pages has shape \(6, 4, 2, 8\)",
+        ),
+        (
+            dict(k=np.zeros((3, KV + 1, D), np.float32)),
+            ValueError,
+            r"k has shape \(3, 3, 8\); expected \(3, 2, 8\)",
+        ),
+        (
+            dict(v=np.zeros((2, KV, D), np.float32)),
+            ValueError,
+            r"v has shape \(2, 2, 8\); expected \(3, 2, 8\)",
+        ),
+        (
+            dict(v=np.zeros((3, KV, D), np.float16)),
+            TypeError,
+            "v has dtype float16; expected float32",
+        ),
         (dict(slots=np.zeros((3, 1), np.int32)), ValueError, r"slots has shape \(3, 1\)"),
         (dict(slots=np.zeros(3, np.float32)), TypeError, "slots has dtype float32"),
         (dict(slots=[0, 1, 2]), TypeError, r"slots is a list; expected an array \[T\]"),

@@ -70,7 +70,7 @@ def _byte_level_bpe(
     Raises ModelLoadError where merges and tokens do not fit.
     """
     tokenizers = require("tokenizers", "a tokenizer")
-    pre_tokenizers = require("tokenizers.pre_tokenizers", "a tokenizer")
+    pre_tokenizers = tokenizers.pre_tokenizers
     pattern = PATTERNS[pre]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     # Llama 3 encodes a word that is a token as that token, whatever the merges make of it.
@@ -90,8 +90,8 @@ def _byte_level_bpe(
         splits = []
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
     if pattern is QWEN2:
-        backend.normalizer = require("tokenizers.normalizers", "a tokenizer").NFC()
-    backend.decoder = require("tokenizers.decoders", "a tokenizer").ByteLevel()
+        backend.normalizer = tokenizers.normalizers.NFC()
+    backend.decoder = tokenizers.decoders.ByteLevel()
     return backend
 
 
@@ -111,9 +111,9 @@ def _start_with(backend: Any, bos: str | None) -> None:
     """Let every encoded text begin with the token `bos`, if there is one."""
     if bos is None:
         return
-    processors = require("tokenizers.processors", "a tokenizer")
+    tokenizers = require("tokenizers", "a tokenizer")
     special = [(bos, backend.token_to_id(bos))]
-    backend.post_processor = processors.TemplateProcessing(
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=special
     )
 

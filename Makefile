@@ -7,8 +7,8 @@ READY := $(VENV)/.ready
 PIP := -m pip install --quiet --disable-pip-version-check
 
 OLDEST := 0.11.2
-CORE_TESTS := tests/test_compiled.py tests/test_compiled_checks.py tests/test_step.py tests/test_engine.py tests/test_cache_manager.py \
-	tests/test_parallel_sampling.py tests/test_prefix_caching.py
+CORE_TESTS := tests/cache tests/engine tests/scheduling/test_parallel_sampling.py \
+	tests/scheduling/test_prefix_caching.py tests/test_compiled.py tests/test_compiled_checks.py
 
 CUDA_TESTS := tests/test_cuda_compile.py tests/test_cuda_kernels_compile.py
 

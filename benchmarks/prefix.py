@@ -14,9 +14,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from paged_jax import SamplingParams
-from paged_jax.config import EngineConfig
-from paged_jax.engine import Engine
+from paged_jax import Engine, EngineConfig, SamplingParams
+from paged_jax.arrays import ceil_div
 from paged_jax.models import load_model
 
 PROMPTS, SHARED, OWN, NEW = 32, 512, 32, 16
@@ -26,7 +25,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
 def make_engine(model: tuple[Any, Any], caching: bool) -> Engine:
     length = SHARED + OWN + NEW
     config = EngineConfig(
-        num_blocks=1 + PROMPTS * -(-length // 16),
+        num_blocks=1 + PROMPTS * ceil_div(length, 16),
         max_model_len=length,
         max_num_seqs=PROMPTS,
         max_num_batched_tokens=128,
@@ -43,8 +42,9 @@ def run(engine: Engine, prompts) -> tuple[float, list[list[int]]]:
     ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
     tokens = {request_id: [] for request_id in ids}
     while engine.has_unfinished():
-        for update in engine.run(32):
-            tokens[update.request_id] += update.token_ids
+        for request_id in engine.run(32):
+            for update in engine.take(request_id):
+                tokens[request_id] += update.token_ids
     return time.perf_counter() - begin, [tokens[request_id] for request_id in ids]
 
 
@@ -59,13 +59,18 @@ def measure(engine: Engine, prompts, repeats: int, cold: bool):
         seconds, outputs = run(engine, prompts)
         after = engine.counters
         assert after is not None
-        counts = (int(after.computed_tokens - before.computed_tokens), int(after.hit_tokens - before.hit_tokens))
+        counts = (
+            int(after.computed_tokens - before.computed_tokens),
+            int(after.hit_tokens - before.hit_tokens),
+        )
         best = min(best, seconds)
     return best, counts, outputs
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one repeat")
     repeats = 1 if parser.parse_args().quick else 3
     decoder, _ = load_model("smollm2-135m")
@@ -74,10 +79,16 @@ def main() -> None:
     rng = np.random.default_rng(0)
     shared = rng.integers(100, 40000, SHARED).tolist()
     prompts = [shared + rng.integers(100, 40000, OWN).tolist() for _ in range(PROMPTS)]
-    print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}; SmolLM2-135M, blocks of 16, 128 tokens a step\n")
+    print(
+        f"jax {jax.__version__} on {jax.devices()[0].device_kind}; SmolLM2-135M, blocks of 16, 128 tokens a step\n"
+    )
     print("                computed   found in the cache   seconds")
     results = {}
-    for name, caching, cold in (("caching off", False, True), ("on, cold", True, True), ("on, warm", True, False)):
+    for name, caching, cold in (
+        ("caching off", False, True),
+        ("on, cold", True, True),
+        ("on, warm", True, False),
+    ):
         if name != "on, warm":
             engine = make_engine(model, caching)
             run(engine, [prompts[0][:40]])  # compiles

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from paged_jax import SamplingParams, sequences, step
-from paged_jax.config import EngineConfig
-from paged_jax.engine import Engine
-from paged_jax.models.interface import KVGroup
-from paged_jax.requests import Output, make_request, to_rows
+from paged_jax import Engine, EngineConfig, SamplingParams
+from paged_jax.engine.requests import Output, make_request, to_rows
+from paged_jax.engine.step import init_state, run
+from paged_jax.kv_group import attention_group
+from paged_jax.scheduling import sequences
 
 ROWS = (16, 64, 256)
 BLOCKS = (4096, 131_072, 1_048_576)
@@ -32,10 +32,17 @@ GREEDY = SamplingParams(temperature=0, max_tokens=MAX_LEN, ignore_eos=True)
 class NoDecoder(nnx.Module):
     """Keeps no K and V; every token is 1."""
 
-    vocab_size, max_model_len, num_kv_heads, head_dim, dtype, eos_token_ids = 8, MAX_LEN, 1, 1, "float32", ()
+    vocab_size, max_model_len, num_kv_heads, head_dim, dtype, eos_token_ids = (
+        8,
+        MAX_LEN,
+        1,
+        1,
+        "float32",
+        (),
+    )
 
     def __init__(self, windows=(None,)):
-        self.kv_groups = tuple(KVGroup(window, 0) for window in windows)
+        self.kv_groups = tuple(attention_group(window) for window in windows)
 
     def __call__(self, tokens, batch, k_pages, v_pages):
         return tokens[:, None].astype(jnp.float32), k_pages, v_pages
@@ -45,32 +52,39 @@ class NoDecoder(nnx.Module):
 
 
 def engine_config(rows: int, num_blocks: int, caching: bool = False) -> EngineConfig:
-    return EngineConfig(num_blocks, MAX_LEN, rows, max(rows, 512), num_rows=rows, enable_prefix_caching=caching)
+    return EngineConfig(
+        num_blocks, MAX_LEN, rows, max(rows, 512), num_rows=rows, enable_prefix_caching=caching
+    )
 
 
 def decoding(rows: int, num_blocks: int, windows, caching: bool):
     """A jitted run of many steps, and a state in which every row decodes, at different places of its last block."""
     model, config = NoDecoder(windows), engine_config(rows, num_blocks, caching)
-    sizes = step.cache_config(config, model)
-    make = partial(make_request, config=config, sizes=sizes, vocab_size=8, eos_token_ids=(), seed=0)
+    state = init_state(config, model)
+    make = partial(
+        make_request, config=config, cache=state.cache.config, vocab_size=8, eos_token_ids=()
+    )
     params = SamplingParams(temperature=0, max_tokens=min(MAX_LEN // 2, num_blocks * 8))
-    requests = {row: Output(make(str(row), [1] * (1 + row * 7 % 16), params), 0) for row in range(rows)}
-    state = step.init_state(config, sizes)
+    requests = {
+        row: Output(make(str(row), [1] * (1 + row * 7 % 16), params), 0) for row in range(rows)
+    }
     state = state.replace(seqs=sequences.add(state.seqs, to_rows(requests, config)))
-    run = jax.jit(partial(step.run, model, config, sizes), donate_argnums=0)
-    state, _ = run(state, jnp.int32(10))
+    program = jax.jit(partial(run, model), donate_argnums=0)
+    state, _ = program(state, jnp.int32(10))
     assert int(state.seqs.num_running) == rows
-    return run, state
+    return program, state
 
 
-def step_time(rows: int, num_blocks: int, repeats: int, windows=(None,), caching: bool = False) -> float:
+def step_time(
+    rows: int, num_blocks: int, repeats: int, windows=(None,), caching: bool = False
+) -> float:
     """us a step of steady decode: the best of some dispatches from the same state."""
-    run, start = decoding(rows, num_blocks, windows, caching)
+    program, start = decoding(rows, num_blocks, windows, caching)
     best = float("inf")
     for _ in range(repeats):
         state = jax.block_until_ready(jax.tree.map(jnp.copy, start))
         begin = time.perf_counter()
-        _, steps = jax.block_until_ready(run(state, np.int32(STEPS)))
+        _, steps = jax.block_until_ready(program(state, np.int32(STEPS)))
         best = min(best, time.perf_counter() - begin)
         assert int(steps) == STEPS
     return best / STEPS * 1e6
@@ -84,31 +98,36 @@ def host_times(rows: int, repeats: int) -> tuple[float, float]:
     engine = Engine(*nnx.split(NoDecoder()), engine_config(rows, 131_072))
     for row in range(rows):
         engine.add_request([1] * (1 + row % 16), GREEDY)
-    engine.run(64)
+    ids = engine.run(64)
     dispatch_times, collect_times = [], []
     for _ in range(repeats):
         begin = time.perf_counter()
-        dispatch = engine.dispatch(0)
+        engine.dispatch(0)
         dispatch_times.append(time.perf_counter() - begin)
-        engine.collect(dispatch)
-        dispatch = engine.dispatch()
-        jax.block_until_ready(dispatch.report)
+        engine.collect()
+        engine.dispatch()
+        jax.block_until_ready(engine.state.counters)
         begin = time.perf_counter()
-        updates = engine.collect(dispatch)
+        engine.collect()
+        updates = [update for request_id in ids for update in engine.take(request_id)]
         collect_times.append(time.perf_counter() - begin)
         assert len(updates) == rows
     return statistics.median(dispatch_times) * 1e6, statistics.median(collect_times) * 1e6
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     repeats = 5 if parser.parse_args().quick else 30
     print(
         f"jax {jax.__version__} on {jax.devices()[0].device_kind}; table of {MAX_LEN // 16} columns, {STEPS} steps a run\n"
     )
     print(
-        "rows   " + "".join(f"{n:>12,} blocks" for n in BLOCKS) + "     dispatch   collect     (us a step; us a call)"
+        "rows   "
+        + "".join(f"{n:>12,} blocks" for n in BLOCKS)
+        + "     dispatch   collect     (us a step; us a call)"
     )
     for rows in ROWS:
         steps = "".join(f"{step_time(rows, n, repeats):>19.1f}" for n in BLOCKS)

@@ -42,7 +42,10 @@ QUESTIONS = [
     ("Suggest a name for a black cat.", 24),
     ("Give three tips for sleeping well.", 112),
     ("What is the largest planet?", 32),
-    ("Summarise what a library is, and why a town might want one, for a child of six who has never been to one.", 96),
+    (
+        "Summarise what a library is, and why a town might want one, for a child of six who has never been to one.",
+        96,
+    ),
     ("Tell me a joke about computers.", 64),
 ]
 BEGINNINGS = [
@@ -65,13 +68,20 @@ def main():
         max_num_batched_tokens=TOKENS_A_STEP,
         enable_prefix_caching=False,  # the first token then comes some seconds sooner: less to compile
     )
-    print(f"model loaded after {time.perf_counter() - START:.1f} s; the first run compiles the engine\n")
+    print(
+        f"model loaded after {time.perf_counter() - START:.1f} s; the first run compiles the engine\n"
+    )
     assert llm.tokenizer is not None
-    chats = [llm.tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question, _ in QUESTIONS]
+    chats = [
+        llm.tokenizer.apply_chat_template([{"role": "user", "content": question}])
+        for question, _ in QUESTIONS
+    ]
     prompts = [llm.tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
     prompts += [llm.tokenizer.encode(text) for text, _ in BEGINNINGS]
     asked = [text for text, _ in QUESTIONS + BEGINNINGS]
-    params = [SamplingParams(temperature=0, max_tokens=limit) for _, limit in QUESTIONS + BEGINNINGS]
+    params = [
+        SamplingParams(temperature=0, max_tokens=limit) for _, limit in QUESTIONS + BEGINNINGS
+    ]
 
     begin = time.perf_counter()
     outputs = llm.generate(prompts, params)

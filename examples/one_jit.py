@@ -11,7 +11,12 @@ from flax import nnx
 from paged_jax import generate
 from paged_jax.models import load_model
 
-PROMPTS = ["The capital of France is", "Water boils at", "My favourite season is", "Two plus two is"]
+PROMPTS = [
+    "The capital of France is",
+    "Water boils at",
+    "My favourite season is",
+    "Two plus two is",
+]
 NEW_TOKENS, SAMPLES = 12, 4
 
 
@@ -51,11 +56,15 @@ def main():
 
     for seed, temperature in ((0, 0.7), (1, 1.0)):
         key = jax.random.key(seed)
-        tokens, counts, scores, stats = jax.device_get(best_of(params, prompts, lengths, key, temperature))
+        tokens, counts, scores, stats = jax.device_get(
+            best_of(params, prompts, lengths, key, temperature)
+        )
         print(f"\nbest of {SAMPLES} at temperature {temperature}")
         for prompt, row, count, score in zip(PROMPTS, tokens, counts, scores, strict=True):
             print(f"  {score:6.2f}  {prompt}|{tokenizer.decode(row[:count].tolist())!r}")
-        print(f"  {stats.steps} steps, {stats.generated_tokens} tokens, {stats.peak_running} running at peak")
+        print(
+            f"  {stats.steps} steps, {stats.generated_tokens} tokens, {stats.peak_running} running at peak"
+        )
     print(f"\nthe program was traced {traces} time(s)")
 
 

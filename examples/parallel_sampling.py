@@ -13,17 +13,20 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "paged-
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 
 from paged_jax import LLM, BeamSearchParams, SamplingParams  # noqa: E402
+from paged_jax.arrays import ceil_div  # noqa: E402
 
 BLOCK_SIZE, PROMPT_TOKENS, NEW_TOKENS, WIDTH = 16, 250, 64, 8
 TEXT = "The harbour town woke slowly under a grey sky, and the boats came back one after another with what the night had given. "
 CASES = {
-    "8 samples": SamplingParams(n=WIDTH, temperature=0.9, top_p=0.95, seed=7, max_tokens=NEW_TOKENS, ignore_eos=True),
+    "8 samples": SamplingParams(
+        n=WIDTH, temperature=0.9, top_p=0.95, seed=7, max_tokens=NEW_TOKENS, ignore_eos=True
+    ),
     "8 beams": BeamSearchParams(WIDTH, max_tokens=NEW_TOKENS, ignore_eos=True),
 }
 
 
 def main():
-    whole = -(-(PROMPT_TOKENS + NEW_TOKENS - 1) // BLOCK_SIZE)  # the last token is never computed
+    whole = ceil_div(PROMPT_TOKENS + NEW_TOKENS - 1, BLOCK_SIZE)  # the last token is never computed
     unshared, shared_prompt = WIDTH * whole, PROMPT_TOKENS // BLOCK_SIZE
     ideal = shared_prompt + WIDTH * (whole - shared_prompt)
     rows = []
@@ -46,12 +49,18 @@ def main():
         for one in output.outputs[:3]:
             print(f"  [{one.index}] {one.cumulative_logprob:8.2f}  {one.text!r:.90}")
 
-    print(f"\na prompt of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new ones each; blocks of {BLOCK_SIZE}")
-    print("               blocks at peak   without sharing   saved   tokens computed   blocks copied")
+    print(
+        f"\na prompt of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new ones each; blocks of {BLOCK_SIZE}"
+    )
+    print(
+        "               blocks at peak   without sharing   saved   tokens computed   blocks copied"
+    )
     for name, stats in rows:
         peak = stats["peak_blocks"]
         computed, copied = stats["computed_tokens"], stats["copied_blocks"]
-        print(f"{name:<14} {peak:>14} {unshared:>17} {100 * (1 - peak / unshared):>6.1f}%{computed:>17} {copied:>15}")
+        print(
+            f"{name:<14} {peak:>14} {unshared:>17} {100 * (1 - peak / unshared):>6.1f}%{computed:>17} {copied:>15}"
+        )
     print(f"\nfull prompt blocks shared and the rest each sample's own would be {ideal} blocks")
 
 

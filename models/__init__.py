@@ -2,7 +2,7 @@
 
 from paged_jax.models.detokenize import Detokenizer
 from paged_jax.models.errors import MissingExtraError, ModelLoadError
-from paged_jax.models.interface import Decoder, KVGroup, TokenBatch
+from paged_jax.models.interface import Decoder, TokenBatch
 from paged_jax.models.llama import Llama
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.load import load_model
@@ -12,7 +12,6 @@ from paged_jax.models.tokenizer import Tokenizer
 __all__ = [
     "Decoder",
     "Detokenizer",
-    "KVGroup",
     "Llama",
     "LlamaConfig",
     "MissingExtraError",

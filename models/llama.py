@@ -79,7 +79,7 @@ class Llama(nnx.Module):
                 block_size=ks[0].shape[1],
                 window=window,
             )
-            for group, (window, _) in enumerate(self.kv_groups)
+            for group, window in enumerate(self.config.group_windows)
         )
         turn = rotation(batch.positions, self.config.rope, self.head_dim)
         x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
@@ -131,7 +131,7 @@ class Attention(nnx.Module):
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         d, kv, dim = config.hidden_size, config.num_kv_heads, config.head_dim
         heads = (kv, config.num_heads // kv + 2, dim)
-        self.windows = tuple(group.window for group in config.kv_groups)
+        self.windows = config.group_windows
         self.qkv = _normal(rngs, (*heads, d), config)
         self.out = _normal(rngs, (d, config.num_heads * dim), config)
         self.qkv_bias = _zeros(heads, config) if config.qkv_bias else None

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from paged_jax.checks import check_int
-from paged_jax.models.interface import KVGroup
+from paged_jax.kv_group import KVGroup, attention_group
 from paged_jax.models.rope import RopeConfig, inverse_frequencies
 
 DTYPES = ("float32", "bfloat16")
@@ -104,16 +104,18 @@ class LlamaConfig:
         return self.windows or (None,) * self.num_layers
 
     @property
+    def group_windows(self) -> tuple[int | None, ...]:
+        """Return the window of each KV-cache group: those in use, in order of their first layer."""
+        return tuple(dict.fromkeys(self.layer_windows))
+
+    @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """Return one group for each window in use, in order of its first layer."""
-        return tuple(
-            KVGroup(window, self.layer_windows.count(window))
-            for window in dict.fromkeys(self.layer_windows)
-        )
+        """Return the KV-cache groups, in the order of `group_windows`."""
+        windows = self.layer_windows
+        return tuple(attention_group(w, windows.count(w)) for w in self.group_windows)
 
     @property
     def kv_places(self) -> tuple[tuple[int, int], ...]:
-        """Return each layer's KV-cache group and place there, which is the page array it uses."""
-        windows = self.layer_windows
-        order = list(dict.fromkeys(windows))
-        return tuple((order.index(w), windows[:layer].count(w)) for layer, w in enumerate(windows))
+        """Return each layer's KV-cache group and its place there, which is also its page array."""
+        windows, groups = self.layer_windows, self.group_windows
+        return tuple((groups.index(w), windows[:layer].count(w)) for layer, w in enumerate(windows))

@@ -1,23 +1,17 @@
 """PagedAttention as pure JAX functions: block tables, scheduler and decoder in one jitted step."""
 
-from paged_jax.cache_manager import PagedCache, init_cache
+from paged_jax.cache.by_hand import allocate_slots, fork, free
+from paged_jax.cache.paged_cache import PagedCache, init_cache
 from paged_jax.config import CacheConfig, EngineConfig
-from paged_jax.engine import Engine
-from paged_jax.errors import (
-    ConfigError,
-    DoubleFreeError,
-    InvalidRequestError,
-    NoProgressError,
-    OutOfBlocksError,
-    PagedJaxError,
-)
-from paged_jax.functional_core import allocate_slots, fork, free
+from paged_jax.engine.engine import Engine
+from paged_jax.engine.integrity import check_integrity
+from paged_jax.engine.report import Update
+from paged_jax.errors import ConfigError, InvalidRequestError, NoProgressError, PagedJaxError
 from paged_jax.generate import Generated, generate
-from paged_jax.integrity import check_integrity
+from paged_jax.kv_group import FullAttention, SlidingWindow
 from paged_jax.llm import LLM
 from paged_jax.outputs import CompletionOutput, Delta, Metrics, RequestOutput
-from paged_jax.report import Update
-from paged_jax.sampling_params import BeamSearchParams, SamplingParams
+from paged_jax.sampling.parameters import BeamSearchParams, SamplingParams
 
 __all__ = [
     "LLM",
@@ -26,18 +20,18 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "Delta",
-    "DoubleFreeError",
     "Engine",
     "EngineConfig",
+    "FullAttention",
     "Generated",
     "InvalidRequestError",
     "Metrics",
     "NoProgressError",
-    "OutOfBlocksError",
     "PagedCache",
     "PagedJaxError",
     "RequestOutput",
     "SamplingParams",
+    "SlidingWindow",
     "Update",
     "allocate_slots",
     "check_integrity",

@@ -1,41 +1,65 @@
-"""Sizes of an engine where the caller names none."""
+"""Sizes of an engine where the caller gives none."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from paged_jax.config import EngineConfig, require_int
+from paged_jax.arrays import ceil_div
+from paged_jax.checks import check_int
+from paged_jax.config import EngineConfig
+from paged_jax.errors import ConfigError
 
 CPU_CACHE_BYTES = 2**30
 GPU_CACHE_SHARE = 0.85  # of what the params leave free
 
 
-def choose_sizes(decoder, block_size, num_blocks, max_model_len, max_num_seqs, max_num_batched_tokens) -> EngineConfig:
-    """The config of an engine for `decoder`, with sizes for what is None: what memory allows, and no more than can be used."""
+def choose_sizes(
+    decoder: Any,
+    *,
+    block_size: Any,
+    num_blocks: Any,
+    max_model_len: Any,
+    max_num_seqs: Any,
+    max_num_batched_tokens: Any,
+    enable_prefix_caching: Any,
+) -> EngineConfig:
+    """Return the config of an engine for `decoder`, with sizes for what is None.
+
+    They are what memory allows, and no more than can be used. Raises ConfigError for a size that
+    cannot work.
+    """
+
+    def given(name: str, value: Any, least: int, default: int) -> int:
+        return default if value is None else check_int(name, value, least, error=ConfigError)
+
     on_cpu = jax.default_backend() == "cpu"
-    require_int("block_size", block_size, 1)
-    running = (32 if on_cpu else 256) if max_num_seqs is None else require_int("max_num_seqs", max_num_seqs, 1)
-    budget = max(running, 128 if on_cpu else 2048) if max_num_batched_tokens is None else max_num_batched_tokens
-    length = decoder.max_model_len if max_model_len is None else require_int("max_model_len", max_model_len, 2)
-    groups = len(decoder.kv_groups)
-    if num_blocks is not None:
-        require_int("num_blocks", num_blocks, 2)
-    else:
-        wanted = 1 + running * groups * -(-length // block_size)
-        num_blocks = max(2, min(wanted, _cache_bytes() // _block_bytes(decoder, block_size)))
+    block_size = check_int("block_size", block_size, 1, error=ConfigError)
+    running = given("max_num_seqs", max_num_seqs, 1, 32 if on_cpu else 256)
+    default_budget = max(running, 128 if on_cpu else 2048)
+    budget = given("max_num_batched_tokens", max_num_batched_tokens, 1, default_budget)
+    length = given("max_model_len", max_model_len, 2, decoder.max_model_len)
+    num_groups = len(decoder.kv_groups)
+    usable = 1 + running * num_groups * ceil_div(length, block_size)
+    fitting = _cache_bytes() // _block_bytes(decoder, block_size)
+    num_blocks = given("num_blocks", num_blocks, 2, max(2, min(usable, fitting)))
     if max_model_len is None:
-        length = max(2, min(length, (num_blocks - 1) // groups * block_size))
+        length = max(2, min(length, (num_blocks - 1) // num_groups * block_size))
     return EngineConfig(
         num_blocks=num_blocks,
         max_model_len=length,
         max_num_seqs=running,
         max_num_batched_tokens=budget,
         block_size=block_size,
+        enable_prefix_caching=enable_prefix_caching,
     )
 
 
-def _block_bytes(decoder, block_size: int) -> int:
+def _block_bytes(decoder: Any, block_size: int) -> int:
+    """Return the bytes of one block in all layers, K and V."""
     layers = max(group.num_layers for group in decoder.kv_groups)
-    return 2 * layers * block_size * decoder.num_kv_heads * decoder.head_dim * jnp.dtype(decoder.dtype).itemsize
+    width = decoder.num_kv_heads * decoder.head_dim * jnp.dtype(decoder.dtype).itemsize
+    return max(1, 2 * layers * block_size * width)
 
 
 def _cache_bytes() -> int:

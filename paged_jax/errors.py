@@ -13,13 +13,5 @@ class InvalidRequestError(PagedJaxError, ValueError):
     """A prompt or a sampling parameter that cannot be served; other requests are not touched."""
 
 
-class OutOfBlocksError(PagedJaxError, ValueError):
-    """More blocks asked for than are free; nothing was allocated."""
-
-
-class DoubleFreeError(PagedJaxError, ValueError):
-    """A block released more often than it was taken; nothing was released."""
-
-
 class NoProgressError(PagedJaxError, RuntimeError):
     """Requests wait, none runs and none can be admitted."""

@@ -2,9 +2,9 @@
 
 import time
 
+from paged_jax.engine.report import Update
 from paged_jax.models import Detokenizer, Tokenizer
 from paged_jax.outputs import CompletionOutput, Metrics, RequestOutput
-from paged_jax.report import Update
 
 
 class GrowingOutput:
@@ -18,7 +18,7 @@ class GrowingOutput:
         self.last: Update | None = None
 
     def take(self, update: Update) -> str | None:
-        """The text that the update completes."""
+        """Add an update and return the text that it completes."""
         self.tokens += update.token_ids
         self.logprobs += update.logprobs
         ended = update.finish_reason is not None
@@ -30,7 +30,7 @@ class GrowingOutput:
         return new
 
     def completion(self, index: int) -> CompletionOutput:
-        """What came of it."""
+        """Return the whole output, when it has ended."""
         assert self.last is not None and self.last.finish_reason is not None
         return CompletionOutput(
             index=index,
@@ -46,8 +46,14 @@ class GrowingOutput:
 class Job:
     """One prompt of a `generate` call as its outputs grow."""
 
-    def __init__(self, index: int, prompt: str | None, tokens: list[int], tokenizer: Tokenizer | None):
-        self.index, self.prompt, self.prompt_tokens = index, prompt, [int(token) for token in tokens]
+    def __init__(
+        self, index: int, prompt: str | None, tokens: list[int], tokenizer: Tokenizer | None
+    ):
+        self.index, self.prompt, self.prompt_tokens = (
+            index,
+            prompt,
+            [int(token) for token in tokens],
+        )
         self.tokenizer = tokenizer
         self.outputs: list[GrowingOutput] = []
         self.arrival, self.first, self.num_cached = time.perf_counter(), None, 0
@@ -57,7 +63,7 @@ class Job:
         self.outputs = [GrowingOutput(self.tokenizer) for _ in range(count)]
 
     def take(self, update: Update) -> bool:
-        """Whether all outputs have ended."""
+        """Add an update and return whether all outputs have ended."""
         if self.first is None and update.token_ids:
             self.first = time.perf_counter()
         if update.index == 0:
@@ -66,21 +72,32 @@ class Job:
         return all(output.last is not None for output in self.outputs)
 
     def output(self) -> RequestOutput:
-        """What came of it, when all have ended."""
+        """Return the outputs, when all have ended."""
         completions = [output.completion(index) for index, output in enumerate(self.outputs)]
         # A beam search may find fewer outputs than beams, where the vocabulary has no more.
-        completions = [c for c in completions if c.token_ids or c.index == 0 or c.finish_reason == "abort"]
+        completions = [
+            c for c in completions if c.token_ids or c.index == 0 or c.finish_reason == "abort"
+        ]
         metrics = Metrics(self.arrival, self.first, time.perf_counter())
-        return RequestOutput(self.prompt, self.prompt_tokens, completions, metrics, num_cached_tokens=self.num_cached)
+        return RequestOutput(
+            self.prompt, self.prompt_tokens, completions, metrics, num_cached_tokens=self.num_cached
+        )
 
 
 def progress_bar(total: int):
-    """A function of (new tokens, whether a request ended); None as tokens closes the bar. None where tqdm is absent."""
+    """Return a function of (new tokens, whether a request ended), or None where tqdm is absent.
+
+    None as tokens closes the bar.
+    """
     try:
         from tqdm import tqdm
     except ImportError:
         return None
-    bar, start, tokens = tqdm(total=total, desc="requests", dynamic_ncols=True), time.perf_counter(), 0
+    bar, start, tokens = (
+        tqdm(total=total, desc="requests", dynamic_ncols=True),
+        time.perf_counter(),
+        0,
+    )
     bar.set_postfix_str("an engine's first run compiles it")
 
     def advance(new: int | None, ended: bool) -> None:
@@ -89,7 +106,9 @@ def progress_bar(total: int):
             bar.close()
             return
         tokens += new
-        bar.set_postfix_str(f"{tokens} tokens, {tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
+        bar.set_postfix_str(
+            f"{tokens} tokens, {tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False
+        )
         bar.update(int(ended))
 
     return advance

@@ -1,4 +1,4 @@
-"""What a caller gets back."""
+"""What a caller of `LLM` gets back."""
 
 from dataclasses import dataclass
 
@@ -36,11 +36,13 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its outputs: `n` of them in order of index, or those of a beam search, the best first.
+    """A prompt and its outputs, in order of index; those of a beam search the best first.
 
-    `prompt` is None where token ids were given.
-
-    `error` is set, and `outputs` empty, for a prompt in a batch that could not be served; the others are not touched by it.
+    Attributes:
+        prompt: None where token ids were given.
+        error: set, and `outputs` empty, for a prompt in a batch that could not be served. The other
+            prompts are served.
+        num_cached_tokens: prompt tokens found in the cache.
     """
 
     prompt: str | None
@@ -48,16 +50,21 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: Metrics | None
     error: InvalidRequestError | None = None
-    num_cached_tokens: int = 0  # prompt tokens found in the cache
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What a stream yields: the tokens since the last, and the text that they complete (never part of a character)."""
+    """What a stream yields: the tokens since the last, and the text that they complete.
+
+    Attributes:
+        text: never part of a character.
+        index: which of the request's outputs.
+    """
 
     text: str | None
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str | None = None
     stop_reason: int | None = None
-    index: int = 0  # which of the request's outputs
+    index: int = 0

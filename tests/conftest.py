@@ -4,6 +4,9 @@ import os
 import pathlib
 import sys
 
+import jaxtyping
+import pytest
+
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 # Set before jax is first imported. Four CPU devices, for the tests on meshes. Nearly all of the time is compiling: LLVM is told
@@ -11,6 +14,21 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 # some programs then sample other tokens than they should.)
 FLAGS = ("--xla_force_host_platform_device_count=4", "--xla_llvm_disable_expensive_passes=true")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
+
+# Every call and every dataclass of the product is checked against its annotations, shapes included.
+jaxtyping.install_import_hook("paged_jax", "annotations.check")
+
+
+@pytest.fixture
+def no_annotation_checks():
+    """Turn the checks of annotations off, as users have it: for arguments of a wrong type.
+
+    An annotation would raise before the function does.
+    """
+    was_off = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", was_off)
 
 
 # With two processes, what takes longest must not begin last.
@@ -52,7 +70,13 @@ def pytest_collection_modifyitems(items):
 def pytest_terminal_summary(terminalreporter):
     """What tests measured (`record_property("measured", ...)`), also when all pass and nothing else is shown."""
     reports = [r for status in ("passed", "failed") for r in terminalreporter.stats.get(status, [])]
-    lines = [value for r in reports if r.when == "call" for name, value in r.user_properties if name == "measured"]
+    lines = [
+        value
+        for r in reports
+        if r.when == "call"
+        for name, value in r.user_properties
+        if name == "measured"
+    ]
     if lines:
         terminalreporter.section("measured")
         for line in lines:

@@ -19,7 +19,10 @@ def plain_beam_search(log_probs, prompt, params, stop_ids, max_len):
         worst = math.fsum(going[-1][1]) if len(going) == width else -math.inf
         new = [(beam, "stop") for beam in ending if math.fsum(beam[1]) >= worst]
         new += [(beam, "length") for beam in going if is_last]
-        done += [(*beam, math.fsum(beam[1]) / length**params.length_penalty, reason) for beam, reason in new]
+        done += [
+            (*beam, math.fsum(beam[1]) / length**params.length_penalty, reason)
+            for beam, reason in new
+        ]
         done = sorted(done, key=lambda output: -output[2])[:width]
         if is_last or not going:
             return done

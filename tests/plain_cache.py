@@ -49,7 +49,11 @@ class PlainDirectory:
 
     def evict(self, block):
         self.contents.pop(block, None)
-        self.known = {content: (i, b) for content, (i, b) in self.known.items() if self.contents.get(b[0]) == i}
+        self.known = {
+            content: (i, b)
+            for content, (i, b) in self.known.items()
+            if self.contents.get(b[0]) == i
+        }
 
     def find(self, root, tokens):
         """Ids and blocks of the longest known beginning, in full blocks."""
@@ -74,7 +78,12 @@ class PlainDirectory:
             return self.next_id - 1
         content, known = self.known[key]
         for g, block in enumerate(blocks):
-            if g > 0 and block and block not in self.contents and self.contents.get(known[g]) != content:
+            if (
+                g > 0
+                and block
+                and block not in self.contents
+                and self.contents.get(known[g]) != content
+            ):
                 known[g] = block
                 self.contents[block] = content
         return content
@@ -123,10 +132,16 @@ class PlainCache:
     def allocate(self, rows, new, reserved=0, must_fit=0):
         """All rows or none."""
         targets = [self.num_tokens[row] + count for row, count in zip(rows, new, strict=True)]
-        whole = sum(sum(self.missing(row, max(target, must_fit))) for row, target in zip(rows, targets, strict=True))
+        whole = sum(
+            sum(self.missing(row, max(target, must_fit)))
+            for row, target in zip(rows, targets, strict=True)
+        )
         writes = [(row, self.num_tokens[row]) for row in rows]
         whole += self.count_copies(writes)
-        if whole > len(self.pool.queue) - reserved or max(targets) > self.max_blocks * self.block_size:
+        if (
+            whole > len(self.pool.queue) - reserved
+            or max(targets) > self.max_blocks * self.block_size
+        ):
             return False
         self.copy_on_write(writes)
         for row, target in zip(rows, targets, strict=True):
@@ -136,7 +151,11 @@ class PlainCache:
     def shared_by(self, row, position):
         """The group tables in which the block of a position is there and shared."""
         column = position // self.block_size
-        return [t[row] for t in self.tables if column < len(t[row]) and self.pool.ref_count[t[row][column]] > 1]
+        return [
+            t[row]
+            for t in self.tables
+            if column < len(t[row]) and self.pool.ref_count[t[row][column]] > 1
+        ]
 
     def copy_on_write(self, writes):
         """Each row that writes to a position of a shared block gets another block, one row after another. Returns the copies."""
@@ -157,7 +176,9 @@ class PlainCache:
             for table in self.shared_by(row, position):
                 block = table[position // self.block_size]
                 writers[block] = writers.get(block, 0) + 1
-        return sum(count - (self.pool.ref_count[block] == count) for block, count in writers.items())
+        return sum(
+            count - (self.pool.ref_count[block] == count) for block, count in writers.items()
+        )
 
     def is_empty(self, row):
         return self.num_tokens[row] == 0 and not any(table[row] for table in self.tables)

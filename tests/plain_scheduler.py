@@ -26,7 +26,7 @@ class PlainScheduler:
 
     def __init__(self, config, windows, next_token):
         self.config, self.next_token = config, next_token
-        sizes = (config.num_blocks, config.rows, config.max_blocks_per_row, config.block_size)
+        sizes = (config.num_blocks, config.num_rows, config.max_blocks_per_row, config.block_size)
         self.cache = PlainCache(*sizes, windows, config.enable_prefix_caching)
         self.requests, self.running, self.waiting = {}, [], []
         self.preemptions, self.queried, self.hits = 0, 0, 0
@@ -41,7 +41,9 @@ class PlainScheduler:
             self.waiting = [other for other in self.waiting if other != row]
 
     def is_busy(self):
-        return bool(self.waiting) or any(self.requests[row].finish_reason is None for row in self.running)
+        return bool(self.waiting) or any(
+            self.requests[row].finish_reason is None for row in self.running
+        )
 
     def has_finished(self):
         return any(self.requests[row].finish_reason is not None for row in self.running)
@@ -59,7 +61,12 @@ class PlainScheduler:
             take, preempted = self.plan(), True
         reserved, left = self.needed(take), self.config.max_num_batched_tokens - sum(take.values())
         assert eventful or not preempted
-        while not preempted and left > 0 and self.waiting and len(self.running) < self.config.max_num_seqs:
+        while (
+            not preempted
+            and left > 0
+            and self.waiting
+            and len(self.running) < self.config.max_num_seqs
+        ):
             if eventful:
                 self.register(self.plan())
             chunk = self.admit_first(reserved, left)
@@ -117,13 +124,18 @@ class PlainScheduler:
         return {row: count for row, count in take.items() if count > 0}
 
     def needed(self, take):
-        return sum(sum(self.cache.missing(row, self.requests[row].computed + count)) for row, count in take.items())
+        return sum(
+            sum(self.cache.missing(row, self.requests[row].computed + count))
+            for row, count in take.items()
+        )
 
     def grow(self, row, num_tokens):
         self.cache.grow(row, self.cache.missing(row, num_tokens), num_tokens)
 
     def release_finished(self):
-        self.cache.free([row for row in self.running if self.requests[row].finish_reason is not None])
+        self.cache.free(
+            [row for row in self.running if self.requests[row].finish_reason is not None]
+        )
         self.running = [row for row in self.running if self.requests[row].finish_reason is None]
 
     def preempt_last(self):
@@ -147,7 +159,11 @@ class PlainScheduler:
         blocks = 0
         for window in cache.windows:
             all_of_it = cache.blocks_for(whole)
-            blocks += all_of_it if window is None else min(all_of_it, cache.blocks_for(window - 1 + most) + 1)
+            blocks += (
+                all_of_it
+                if window is None
+                else min(all_of_it, cache.blocks_for(window - 1 + most) + 1)
+            )
         named = [block for table in shared for block in table if block]
         waking = sum(cache.pool.ref_count[block] == 0 for block in named)
         if blocks - len(named) + waking > self.num_free() - reserved:
@@ -159,7 +175,11 @@ class PlainScheduler:
         request.computed, request.known = computed, count
         request.content = found[count - 1][0] if count else -1
         if not request.was_admitted:
-            self.queried, self.hits, request.was_admitted = self.queried + len(request.prompt), self.hits + hits, True
+            self.queried, self.hits, request.was_admitted = (
+                self.queried + len(request.prompt),
+                self.hits + hits,
+                True,
+            )
         return chunk
 
     def usable(self, found, whole):

@@ -25,12 +25,19 @@ def test_no_loop_touches_a_whole_array(kind, windows, record_property):
     compiled = jax.jit(program, donate_argnums=donated).lower(*args).compile(compiler_options=QUICK)
     found = read(compiled.as_text())
     size = compiled.memory_analysis().temp_size_in_bytes
-    record_property("measured", f"{kind}, {windows}, jax {jax.__version__}: {size:,} bytes of temporaries")
+    record_property(
+        "measured", f"{kind}, {windows}, jax {jax.__version__}: {size:,} bytes of temporaries"
+    )
     assert len(found.loops("steps")) == 1 and len(found.loops("events")) == 1
     assert page_faults(found, programs.NUM_BLOCKS, programs.PAGE_SIZE) == []
     assert steady_faults(found, programs.NUM_BLOCKS) == []
     if kind == "step":  # nor is a donated page copied on the way into the loops or out
-        assert [line for i, line in whole_array_ops(found, [found.entry], lambda s: s.size >= programs.PAGE_SIZE)] == []
+        assert [
+            line
+            for i, line in whole_array_ops(
+                found, [found.entry], lambda s: s.size >= programs.PAGE_SIZE
+            )
+        ] == []
         assert size < programs.PAGE_SIZE
 
 
@@ -51,7 +58,16 @@ def test_calls_of_equal_shapes_trace_once_whatever_the_prompts():
         lens = jnp.asarray([1 + seed, 9, 4])
         key = jax.random.key(seed)
         filters = {"temperature": seed / 2, "top_k": seed}
-        out = generate(graphdef, params, prompts, lens, key, max_new_tokens=5, max_num_batched_tokens=3, **filters)
+        out = generate(
+            graphdef,
+            params,
+            prompts,
+            lens,
+            key,
+            max_new_tokens=5,
+            max_num_batched_tokens=3,
+            **filters,
+        )
         assert out.lengths.tolist() == [[5], [5], [5]]
         if seed == 0:
             once = CountsTraces.traces

@@ -77,16 +77,25 @@ def test_reads_shapes_calls_scopes_and_trips():
     program = read(MODULE)
     (steps,) = program.loops("steps")
     assert steps.shapes == (Shape("s32", ()), Shape("f32", (7, 2))) and steps.operands == ("start",)
-    assert steps.called == {"condition": ("go",), "body": ("step",)} and steps.op_name == "jit(f)/steps/while"
+    assert (
+        steps.called == {"condition": ("go",), "body": ("step",)}
+        and steps.op_name == "jit(f)/steps/while"
+    )
     body = program.body(steps)
-    assert [i.opcode for i in body.instructions if i.is_root] == ["tuple"] and len(body.instructions) == 11
+    assert [i.opcode for i in body.instructions if i.is_root] == ["tuple"] and len(
+        body.instructions
+    ) == 11
     assert body.by_name["loop"].trips == 5 and body.by_name["rare"].trips is None
     assert body.by_name["token"].called["branch_computations"] == ("greedy", "drawn")
-    assert body.by_name["heavy"].in_scope("decoder") and not body.by_name["both"].in_scope("decoder")
+    assert body.by_name["heavy"].in_scope("decoder") and not body.by_name["both"].in_scope(
+        "decoder"
+    )
     assert {c.name for c in program.in_loops()} == {"step", "go", "five", "greedy", "drawn"}
 
 
-@pytest.mark.parametrize("text", ["", "nonsense", MODULE.replace("ENTRY ", ""), MODULE.replace("= s32[] add(", "add ")])
+@pytest.mark.parametrize(
+    "text", ["", "nonsense", MODULE.replace("ENTRY ", ""), MODULE.replace("= s32[] add(", "add ")]
+)
 def test_refuses_what_it_cannot_read(text):
     with pytest.raises(ValueError):
         read(text)
@@ -95,10 +104,21 @@ def test_refuses_what_it_cannot_read(text):
 def test_counts_known_loops_by_their_trips_and_the_branch_taken():
     program = read(MODULE)
     kernels = count_kernels(
-        program, program.computations["step"], without=("decoder", "events"), scopes=("commit", "sample")
+        program,
+        program.computations["step"],
+        without=("decoder", "events"),
+        scopes=("commit", "sample"),
     )
-    assert kernels.counts == {("copy", "other"): 5, ("fusion", "commit"): 1, ("custom-call", "sample"): 1}
-    assert kernels.total == 7 and kernels.table() == "other 5, commit 1, sample 1" and kernels.open_loops == ()
+    assert kernels.counts == {
+        ("copy", "other"): 5,
+        ("fusion", "commit"): 1,
+        ("custom-call", "sample"): 1,
+    }
+    assert (
+        kernels.total == 7
+        and kernels.table() == "other 5, commit 1, sample 1"
+        and kernels.open_loops == ()
+    )
     kernels = count_kernels(program, program.computations["step"])
     assert [loop.name for loop in kernels.open_loops] == ["rare"] and kernels.total == 9
 
@@ -137,7 +157,9 @@ def sound(i, pages, counts):
 
 
 def write_in_a_cond(i, pages, counts):
-    return jax.lax.cond(counts[i] > 0, lambda p: p.at[i].set(1.0), lambda p: p, pages), counts.at[i].add(1)
+    return jax.lax.cond(counts[i] > 0, lambda p: p.at[i].set(1.0), lambda p: p, pages), counts.at[
+        i
+    ].add(1)
 
 
 def write_and_read_the_old(i, pages, counts):
@@ -167,7 +189,9 @@ def test_a_page_copy_is_found(fault):
     assert page_faults(compiled_loop(fault), N, N * 8)
 
 
-@pytest.mark.parametrize("fault", [reduce_over_the_pool, broadcast_over_the_pool, arithmetic_over_the_pool])
+@pytest.mark.parametrize(
+    "fault", [reduce_over_the_pool, broadcast_over_the_pool, arithmetic_over_the_pool]
+)
 def test_work_over_the_whole_pool_is_found(fault):
     program = compiled_loop(fault)
     assert steady_faults(program, N) and page_faults(program, N, N * 8) == []

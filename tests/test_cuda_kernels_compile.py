@@ -29,7 +29,10 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGES = (8, 16, 32, 64)
 GROUPS = (1, 4, 8)
 DTYPES = ("bfloat16", "float16", "float32", "float8", "narrow")
-FLOAT8 = [("bfloat16", "float8_e4m3fn", "token"), ("bfloat16", "float8_e5m2", "tensor")]  # of q, of the pages, scales
+FLOAT8 = [
+    ("bfloat16", "float8_e4m3fn", "token"),
+    ("bfloat16", "float8_e5m2", "tensor"),
+]  # of q, of the pages, scales
 NARROW = [
     ("float16", "float8_e4m3fn", "tensor"),
     ("float16", "int8", "tensor"),
@@ -47,21 +50,29 @@ ints = partial(spec, dtype=jnp.int32)
 INDEX = ints((SEQS,)), ints((SEQS, WIDTH)), ints((SEQS + 1,)), ints(())
 
 
-def _arguments(number: int, head_dim: int, page: int, group: int, dtype: str, num_tokens: int | None = None):
+def _arguments(
+    number: int, head_dim: int, page: int, group: int, dtype: str, num_tokens: int | None = None
+):
     """(q, pages, pages, scales, scales) and options of the combination that stands at `number` of a list."""
     kinds = {"float8": FLOAT8, "narrow": NARROW}.get(dtype, [(dtype, dtype, None)])
     q_dtype, kv_dtype, scaled = kinds[number % len(kinds)]
     num_tokens = num_tokens or (SEQS, 64)[(number + number // 4) % 2]
     q = spec((num_tokens, KV_HEADS * group, head_dim), q_dtype)
     pages = spec((BLOCKS, page, KV_HEADS, head_dim), kv_dtype)
-    scale = {None: None, "token": spec(pages.shape[:3], jnp.float32), "tensor": spec((), jnp.float32)}[scaled]
+    scale = {
+        None: None,
+        "token": spec(pages.shape[:3], jnp.float32),
+        "tensor": spec((), jnp.float32),
+    }[scaled]
     return (q, pages, pages, scale, scale), OPTIONS[number % 3] | dict(sinks=number % 5 == 0)
 
 
 def _attend(arrays, index, *, sinks, **options):
     q, k_pages, v_pages, k_scale, v_scale = arrays
     sinks = jnp.arange(q.shape[1], dtype=jnp.float32) if sinks else None
-    return ragged_paged_attention(q, k_pages, v_pages, *index, k_scale=k_scale, v_scale=v_scale, sinks=sinks, **options)
+    return ragged_paged_attention(
+        q, k_pages, v_pages, *index, k_scale=k_scale, v_scale=v_scale, sinks=sinks, **options
+    )
 
 
 def _compile(device: str, implementation: str, combinations, options):
@@ -69,11 +80,16 @@ def _compile(device: str, implementation: str, combinations, options):
     made = [_arguments(number, *c) for number, c in enumerate(combinations)]
 
     def program(arrays, index, options):
-        return [_attend(a, index, implementation=implementation, **o) for a, o in zip(arrays, options, strict=True)]
+        return [
+            _attend(a, index, implementation=implementation, **o)
+            for a, o in zip(arrays, options, strict=True)
+        ]
 
     def compile_these(made):
         arrays, chosen = zip(*made, strict=True)
-        return cuda.compile_for(device, partial(program, options=chosen), arrays, INDEX, options=options)
+        return cuda.compile_for(
+            device, partial(program, options=chosen), arrays, INDEX, options=options
+        )
 
     try:
         return compile_these(made)
@@ -82,14 +98,20 @@ def _compile(device: str, implementation: str, combinations, options):
             try:
                 compile_these([one])
             except Exception as error:
-                pytest.fail(f"{implementation} for {device}, {combination}, {one}: {type(error).__name__}: {error}")
+                pytest.fail(
+                    f"{implementation} for {device}, {combination}, {one}: {type(error).__name__}: {error}"
+                )
         raise
 
 
 def _check(device, implementation, combinations, record_property, options=NO_SPILLS):
     start = time.monotonic()
     kernels = attention_kernels(
-        list(read(_compile(device, implementation, combinations, options).as_text()).computations.values())
+        list(
+            read(
+                _compile(device, implementation, combinations, options).as_text()
+            ).computations.values()
+        )
     )
     assert len(kernels) == len(combinations)
     text = f"{device}, {implementation}: {len(kernels)} kernels in {time.monotonic() - start:.0f} s, no spills"
@@ -99,13 +121,20 @@ def _check(device, implementation, combinations, record_property, options=NO_SPI
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_combination_of_triton_compiles_for_an_h200(head_dim, dtype, record_property):
-    combinations = [(head_dim, page, group, dtype) for page, group in itertools.product(PAGES, GROUPS)]
+    combinations = [
+        (head_dim, page, group, dtype) for page, group in itertools.product(PAGES, GROUPS)
+    ]
     _check("h200", "triton", combinations, record_property)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_triton_compiles_for_odd_heads_and_pages(dtype, record_property):
-    combinations = [(7, 1, 3, dtype), (64, 24, 16, dtype), (128, 5, 64, dtype), (160, 100, 5, dtype)]
+    combinations = [
+        (7, 1, 3, dtype),
+        (64, 24, 16, dtype),
+        (128, 5, 64, dtype),
+        (160, 100, 5, dtype),
+    ]
     _check("h200", "triton", combinations, record_property)
 
 
@@ -114,18 +143,23 @@ def test_triton_compiles_for_odd_heads_and_pages(dtype, record_property):
 def test_triton_compiles_for_other_devices(device, dtype, record_property):
     shift = DTYPES.index(dtype)
     combinations = [
-        (head_dim, PAGES[(i + shift) % 4], GROUPS[(i + shift) % 3], dtype) for i, head_dim in enumerate(HEAD_DIMS)
+        (head_dim, PAGES[(i + shift) % 4], GROUPS[(i + shift) % 3], dtype)
+        for i, head_dim in enumerate(HEAD_DIMS)
     ]
     _check(device, "triton", combinations, record_property)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_every_combination_of_mosaic_compiles_for_an_h200(head_dim, dtype, record_property, monkeypatch, capfd):
+def test_every_combination_of_mosaic_compiles_for_an_h200(
+    head_dim, dtype, record_property, monkeypatch, capfd
+):
     # Mosaic calls ptxas itself, so XLA's option does not reach it, but it prints what ptxas says. It raises where a kernel takes
     # more shared memory than there is. (What XLA makes of twelve kernels' small operations together may spill.)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    combinations = [(head_dim, page, group, dtype) for page, group in itertools.product(PAGES, GROUPS)]
+    combinations = [
+        (head_dim, page, group, dtype) for page, group in itertools.product(PAGES, GROUPS)
+    ]
     _check("h200", "mosaic_gpu", combinations, record_property, options=None)
     said = "".join(capfd.readouterr())
     spills, registers = (
@@ -137,7 +171,8 @@ def test_every_combination_of_mosaic_compiles_for_an_h200(head_dim, dtype, recor
 
 
 @pytest.mark.parametrize(
-    "implementation, dtype", [("triton", "bfloat16"), ("triton", "int8"), ("mosaic_gpu", "bfloat16")]
+    "implementation, dtype",
+    [("triton", "bfloat16"), ("triton", "int8"), ("mosaic_gpu", "bfloat16")],
 )
 def test_a_pool_of_more_than_2_32_bytes_compiles(implementation, dtype):
     blocks = 2**32 // (16 * 2 * 64) + 1
@@ -174,8 +209,12 @@ def test_layers_write_in_place_and_attend_without_a_copy_of_a_page(head_dim, ker
     program = read(text)
     assert len(attention_kernels(list(program.computations.values()))) == LAYERS
     assert kernel in text
-    assert [line for _, line in whole_array_ops(program, program.in_loops(), lambda s: BLOCKS in s.dims)] == []
-    assert [line for _, line in whole_array_ops(program, [program.entry], lambda s: BLOCKS in s.dims)] == []
+    assert [
+        line for _, line in whole_array_ops(program, program.in_loops(), lambda s: BLOCKS in s.dims)
+    ] == []
+    assert [
+        line for _, line in whole_array_ops(program, [program.entry], lambda s: BLOCKS in s.dims)
+    ] == []
     page_bytes = pages.size * 2
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * LAYERS * page_bytes
     assert compiled.memory_analysis().temp_size_in_bytes < page_bytes
@@ -192,4 +231,8 @@ def test_it_compiles_inside_shard_map_over_kv_heads(head_dim):
     program = read(compiled.as_text())
     instructions = [i for c in program.computations.values() for i in c.instructions]
     assert len(attention_kernels(list(program.computations.values()))) == 1
-    assert not [i.opcode for i in instructions if i.opcode.startswith(("all-", "collective", "reduce-scatter"))]
+    assert not [
+        i.opcode
+        for i in instructions
+        if i.opcode.startswith(("all-", "collective", "reduce-scatter"))
+    ]

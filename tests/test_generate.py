@@ -9,8 +9,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from paged_jax import CacheConfig, ConfigError, InvalidRequestError, generate, init_cache
 from paged_jax.generate import _generate
+from paged_jax.kv_group import FullAttention
 from paged_jax.models import Llama, LlamaConfig
-from paged_jax.sequences import INVALID, LENGTH, NOT_FINISHED, STOP
+from paged_jax.scheduling.sequences import INVALID, LENGTH, NOT_FINISHED, STOP
 from toy_decoder import ToyDecoder, random_prompts
 
 TOY = ToyDecoder()
@@ -61,7 +62,9 @@ def test_more_prompts_than_run_at_once_in_one_call_with_a_limit_each():
 
 def test_a_pool_too_small_for_all_gives_the_same_tokens():
     prompts = random_prompts(1, [3, 7, 5, 9])
-    options = dict(max_new_tokens=12, temperature=0.0, block_size=4, max_num_batched_tokens=4)  # one width
+    options = dict(
+        max_new_tokens=12, temperature=0.0, block_size=4, max_num_batched_tokens=4
+    )  # one width
     roomy = generate(*nnx.split(TOY), *pad(prompts), KEY, **options)
     tight = generate(*nnx.split(TOY), *pad(prompts), KEY, num_blocks=9, **options)
     assert int(tight.stats.preemptions) > 0 and int(roomy.stats.preemptions) == 0
@@ -75,7 +78,9 @@ def test_bad_rows_end_alone():
     prompts[3, 2] = 97
     prompts[1, 0], lens[1] = 2**32 + 5, 4  # would be 5 in 32 bits
     prompts[4, 7] = 97  # behind the prompt's end: padding may be anything
-    out = generate(*nnx.split(TOY), prompts, lens, KEY, max_new_tokens=4, temperature=0.0, block_size=4)
+    out = generate(
+        *nnx.split(TOY), prompts, lens, KEY, max_new_tokens=4, temperature=0.0, block_size=4
+    )
     assert out.finish_reason[:, 0].tolist() == [INVALID, INVALID, INVALID, INVALID, LENGTH]
     assert out.lengths[:, 0].tolist() == [0, 0, 0, 0, 4]
     assert out.tokens[4, 0].tolist() == TOY.continuation(prompts[4, : lens[4]].tolist(), 4)
@@ -86,7 +91,15 @@ def test_stop_ids_end_a_sample_and_stay_in_it():
     whole = TOY.continuation(prompt, 8)
     at = whole.index(whole[3])
     for ids in ({"stop_ids": (whole[3],)}, {"eos_ids": (whole[3],)}):
-        out = generate(*nnx.split(TOY), *pad([prompt]), KEY, max_new_tokens=8, temperature=0.0, block_size=4, **ids)
+        out = generate(
+            *nnx.split(TOY),
+            *pad([prompt]),
+            KEY,
+            max_new_tokens=8,
+            temperature=0.0,
+            block_size=4,
+            **ids,
+        )
         assert out.tokens[0, 0, : at + 1].tolist() == whole[: at + 1]
         assert int(out.lengths[0, 0]) == at + 1 and int(out.finish_reason[0, 0]) == STOP
 
@@ -115,7 +128,16 @@ def test_it_sits_inside_a_users_jit_and_traces_once_whatever_the_prompts():
     @jax.jit
     def program(params, prompts, lens, temperature, key):
         traces.append(1)
-        out = generate(graphdef, params, prompts, lens, key, max_new_tokens=4, temperature=temperature, block_size=4)
+        out = generate(
+            graphdef,
+            params,
+            prompts,
+            lens,
+            key,
+            max_new_tokens=4,
+            temperature=temperature,
+            block_size=4,
+        )
         return out.tokens.sum(), out.tokens
 
     for seed in range(3):
@@ -126,12 +148,23 @@ def test_it_sits_inside_a_users_jit_and_traces_once_whatever_the_prompts():
     before = _generate._cache_size()
     for seed in range(3):
         prompts, lens = pad(random_prompts(seed, [3, 4 + seed, 5]), width=8)
-        generate(graphdef, params, prompts, lens, jax.random.key(seed), max_new_tokens=6, top_k=seed, block_size=4)
+        generate(
+            graphdef,
+            params,
+            prompts,
+            lens,
+            jax.random.key(seed),
+            max_new_tokens=6,
+            top_k=seed,
+            block_size=4,
+        )
     assert _generate._cache_size() == before + 1
 
 
 def llama(num_kv_heads=4):
-    return nnx.split(Llama(LlamaConfig(**{**vars(LLAMA), "num_kv_heads": num_kv_heads}), rngs=nnx.Rngs(0)))
+    return nnx.split(
+        Llama(LlamaConfig(**{**vars(LLAMA), "num_kv_heads": num_kv_heads}), rngs=nnx.Rngs(0))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -168,13 +201,19 @@ def test_no_gradient_flows_into_the_params(sampled):
 
 @pytest.mark.parametrize(
     ("axis_type", "num_kv_heads"),
-    [(AxisType.Auto, 4), (AxisType.Explicit, 4), (AxisType.Explicit, 2)],  # 2 heads do not divide: they are replicated
+    [
+        (AxisType.Auto, 4),
+        (AxisType.Explicit, 4),
+        (AxisType.Explicit, 2),
+    ],  # 2 heads do not divide: they are replicated
 )
 def test_sharded_params_give_the_same_tokens(axis_type, num_kv_heads):
     assert jax.device_count() >= 4, "the tests' conftest asks for 4 virtual CPU devices"
     graphdef, params = llama(num_kv_heads)
     prompts = pad(random_prompts(7, [3, 9, 1, 5, 7], vocab_size=128))
-    options = dict(max_new_tokens=8, temperature=0.0, block_size=4, max_num_seqs=3, max_num_batched_tokens=3)
+    options = dict(
+        max_new_tokens=8, temperature=0.0, block_size=4, max_num_seqs=3, max_num_batched_tokens=3
+    )
     want = generate(graphdef, params, *prompts, KEY, **options)
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(axis_type,), devices=jax.devices()[:4])
 
@@ -210,13 +249,21 @@ def test_misuse_is_answered_by_name():
     call(ConfigError, "prompts: .* float32", prompts=prompts.astype(np.float32))
     call(ConfigError, r"prompt_lens: shape \(1,\)", lens=lens[:1])
     call(ConfigError, "num_blocks=2: a row of 8 tokens .* needs up to 2 blocks of 4", num_blocks=2)
-    call(ConfigError, "max_num_batched_tokens=1: must be at least max_num_seqs=2", max_num_batched_tokens=1)
+    call(
+        ConfigError,
+        "max_num_batched_tokens=1: must be at least max_num_seqs=2",
+        max_num_batched_tokens=1,
+    )
     call(InvalidRequestError, "max_num_seqs=0", max_num_seqs=0)
     call(InvalidRequestError, "max_new_tokens=0", max_new_tokens=0)
     call(InvalidRequestError, "max_new_tokens=.*one for each of 2", max_new_tokens=[1, 2, 3])
     call(ConfigError, "prompts=.*rows of one length", prompts=[[1, 2], [3]])
     call(ConfigError, "prompts=.*int token ids", prompts=["hi", "you"])
-    call(ConfigError, "max_num_batched_tokens=1099511627776: must be at most", max_num_batched_tokens=2**40)
+    call(
+        ConfigError,
+        "max_num_batched_tokens=1099511627776: must be at most",
+        max_num_batched_tokens=2**40,
+    )
     call(ConfigError, "cache=3: a PagedCache", cache=3)
     for key in (0, None, jax.random.split(KEY)):
         with pytest.raises(InvalidRequestError, match="key="):
@@ -238,9 +285,13 @@ def test_misuse_is_answered_by_name():
     call(InvalidRequestError, r"min_p: shape \(3,\)", min_p=[0.1] * 3)
     call(InvalidRequestError, "97 is outside the vocabulary of 97", stop_ids=(97,))
     call(InvalidRequestError, "num_samples=0", num_samples=0)
-    call(ConfigError, "max_new_tokens: with prompts 65 tokens; the model was made for 64", max_new_tokens=61)
-    bad = init_cache(CacheConfig(num_blocks=9, max_rows=1, max_blocks_per_row=1, num_layers=2, num_kv_heads=3))
-    call(ConfigError, "cache: 2 pages of .* the model needs 1 of", cache=bad)
-    call(ConfigError, "cache: has no pages", cache=init_cache(CacheConfig(9, 1, 1)))
+    call(
+        ConfigError,
+        "max_new_tokens: with prompts 65 tokens; the model was made for 64",
+        max_new_tokens=61,
+    )
+    bad = init_cache(CacheConfig(9, 1, 1, groups=(FullAttention(2),), num_kv_heads=3))
+    call(ConfigError, "cache: pages 2 of .* the model needs 1 of", cache=bad)
+    call(ConfigError, "cache: pages 0 of", cache=init_cache(CacheConfig(9, 1, 1)))
     with pytest.raises(ConfigError, match="max_new_tokens: is traced"):
         jax.jit(lambda n: generate(graphdef, params, prompts, lens, KEY, max_new_tokens=n))(4)

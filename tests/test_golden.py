@@ -5,10 +5,9 @@ import pathlib
 
 import numpy as np
 import pytest
-from flax import nnx
 
-from paged_jax import LLM, EngineConfig, SamplingParams
-from paged_jax.engine import Engine
+from engines import make_engine, news
+from paged_jax import LLM, SamplingParams
 from paged_jax.models import ModelLoadError, load_model
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -20,7 +19,13 @@ def test_smollm2_gives_every_recorded_token_in_chunks_and_under_preemption(recor
     rows = json.loads((DATA / "smollm2-greedy.json").read_text())["rows"]
     try:
         # 57 blocks: the longest prompt alone takes 53. 64 tokens a step: it is prefilled in 14 chunks.
-        llm = LLM("smollm2-135m", num_blocks=58, max_model_len=1024, max_num_seqs=24, max_num_batched_tokens=64)
+        llm = LLM(
+            "smollm2-135m",
+            num_blocks=58,
+            max_model_len=1024,
+            max_num_seqs=24,
+            max_num_batched_tokens=64,
+        )
     except ModelLoadError as error:
         pytest.skip(str(error))
     params = [SamplingParams(temperature=0, max_tokens=row["max_tokens"]) for row in rows]
@@ -36,7 +41,9 @@ def test_smollm2_gives_every_recorded_token_in_chunks_and_under_preemption(recor
         assert completion.text == llm.tokenizer.decode(row["token_ids"])
     assert worst < 1e-3
     assert llm.stats()["preemptions"] >= 2
-    record_property("measured", f"SmolLM2: log-probabilities within {worst:.1e} of transformers; {llm.stats()}")
+    record_property(
+        "measured", f"SmolLM2: log-probabilities within {worst:.1e} of transformers; {llm.stats()}"
+    )
     # As messages and as a stream the same prompt gives the same.
     chat = next(row for row in rows if row["kind"] == "chat")
     question = chat["text"].split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
@@ -48,10 +55,19 @@ def test_smollm2_gives_every_recorded_token_in_chunks_and_under_preemption(recor
     question = "Write a short story about a lost key."
     longer = SamplingParams(temperature=0, max_tokens=40)
     first = llm.chat([{"role": "user", "content": question}], longer, progress=False)[0]
-    turns = [("user", question), ("assistant", first.outputs[0].text), ("user", "Say that in other words.")]
-    second = llm.chat([dict(role=role, content=text) for role, text in turns], greedy, progress=False)[0]
+    turns = [
+        ("user", question),
+        ("assistant", first.outputs[0].text),
+        ("user", "Say that in other words."),
+    ]
+    second = llm.chat(
+        [dict(role=role, content=text) for role, text in turns], greedy, progress=False
+    )[0]
     length = len(first.prompt_token_ids) + len(first.outputs[0].token_ids)
-    assert second.prompt_token_ids[: length - 1] == (first.prompt_token_ids + first.outputs[0].token_ids)[:-1]
+    assert (
+        second.prompt_token_ids[: length - 1]
+        == (first.prompt_token_ids + first.outputs[0].token_ids)[:-1]
+    )
     assert second.num_cached_tokens == (length - 1) // 16 * 16 > len(first.prompt_token_ids)
     streamed = list(llm.stream(chat["prompt_token_ids"], greedy))
     assert [token for delta in streamed for token in delta.token_ids] == chat["token_ids"][:8]
@@ -66,12 +82,12 @@ def test_a_tiny_checkpoint_gives_its_recorded_tokens_through_the_engine(name):
     # The tool that recorded the greedy tokens took id 0 for padding: it neither saw nor counted those.
     prompt = expected["input_ids"][0]
     prompt = prompt[prompt != 0].tolist()
-    config = EngineConfig(40, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, block_size=4, widths=(16,))
-    engine = Engine(*nnx.split(model), config)
+    sizes = dict(max_num_seqs=4, max_num_batched_tokens=16, block_size=4)
+    engine = make_engine(model, 40, 64, widths=(16,), **sizes)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     ids = [engine.add_request(prompt, params), engine.add_request(prompt[:7], params)]
     tokens = {request_id: [] for request_id in ids}
     while engine.has_unfinished():
-        for update in engine.run(32):
+        for update in news(engine, 32):
             tokens[update.request_id] += update.token_ids
     assert tokens[ids[0]] == expected["greedy"].tolist()

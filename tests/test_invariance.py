@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from paged_jax import EngineConfig, SamplingParams, check_integrity
-from paged_jax.engine import Engine
+from engines import make_engine, news
+from paged_jax import SamplingParams, check_integrity
 from paged_jax.models import load_model
 from toy_decoder import random_prompts
 
@@ -17,7 +17,11 @@ TINY = pathlib.Path(__file__).parent / "data" / "tiny"
 PROMPTS = random_prompts(11, [9, 30, 17, 3, 41, 12, 22, 5, 14, 8, 26, 19] * 2, vocab_size=256)
 PARAMS = [
     SamplingParams(
-        temperature=(i % 2) * 0.9, top_k=(0, 40, 0, 12)[i % 4], top_p=(1, 0.95, 1)[i % 3], seed=i, max_tokens=12
+        temperature=(i % 2) * 0.9,
+        top_k=(0, 40, 0, 12)[i % 4],
+        top_p=(1, 0.95, 1)[i % 3],
+        seed=i,
+        max_tokens=12,
     )
     for i in range(24)
 ]
@@ -35,7 +39,7 @@ def run(engine, count, between=None):
     while engine.has_unfinished():
         if between is not None:
             between(engine)
-        for update in engine.run(1 if between else 32):
+        for update in news(engine, 1 if between else 32):
             tokens[update.request_id] += update.token_ids
     return [tokens[request_id] for request_id in ids]
 
@@ -43,12 +47,12 @@ def run(engine, count, between=None):
 @pytest.fixture(scope="module")
 def alone(model):
     """Each request by itself, a whole prompt a step."""
-    config = EngineConfig(40, max_model_len=64, max_num_seqs=1, max_num_batched_tokens=64, block_size=4, widths=(64,))
-    engine = Engine(*model, config)
+    sizes = dict(max_num_seqs=1, max_num_batched_tokens=64, block_size=4)
+    engine = make_engine(model, 40, 64, widths=(64,), **sizes)
     outputs = []
     for prompt, params in zip(PROMPTS, PARAMS, strict=True):
         engine.add_request(prompt, params)
-        outputs.append([token for update in engine.run(100) for token in update.token_ids])
+        outputs.append([token for update in news(engine, 100) for token in update.token_ids])
         assert not engine.has_unfinished()
     return outputs
 
@@ -59,11 +63,11 @@ def alone(model):
     [(16, 16, 400, None), (64, 24, 400, None), (512, 24, 400, (512,)), (64, 24, 30, (64,))],
     ids=["16 a step", "64 a step", "512 a step", "preempted"],
 )
-def test_tokens_are_the_same_alone_and_in_batches(model, alone, budget, running, num_blocks, widths):
-    config = EngineConfig(
-        num_blocks, 64, max_num_seqs=running, max_num_batched_tokens=budget, block_size=4, widths=widths
-    )
-    engine = Engine(*model, config)
+def test_tokens_are_the_same_alone_and_in_batches(
+    model, alone, budget, running, num_blocks, widths
+):
+    sizes = dict(max_num_seqs=running, max_num_batched_tokens=budget, block_size=4)
+    engine = make_engine(model, num_blocks, 64, widths=widths, **sizes)
     for count in (2, 7, 24):
         assert run(engine, count) == alone[:count]
     counters = engine.counters
@@ -80,13 +84,21 @@ def poison(engine):
     live = np.zeros(shape, bool)
     for row in seqs.running[: seqs.num_running]:
         positions = np.arange(seqs.num_computed[row])
-        for group, window in enumerate(engine.sizes.windows):
-            seen = positions if window is None else positions[max(len(positions) - window + 1, 0) :]
-            live[tables.blocks[group, row, seen // shape[1]], seen % shape[1]] = True
+        for g, group in enumerate(cache.config.groups):
+            low = int(group.first_live_block(jnp.int32(len(positions)), shape[1]))
+            window = getattr(group, "window", len(positions) + 1)
+            seen = positions[max(len(positions) - window + 1, 0) :]
+            assert low * shape[1] <= (seen[0] if len(seen) else len(positions))
+            live[tables.blocks[g, row, seen // shape[1]], seen % shape[1]] = True
     assert not live[0].any(), "the null block holds no token"
     mask = jnp.asarray(live)[:, :, None, None]
-    k, v = (tuple(jnp.where(mask, p, jnp.nan) for p in pages) for pages in (cache.kv.k_pages, cache.kv.v_pages))
-    engine.state = engine.state.replace(cache=cache.replace(kv=cache.kv.replace(k_pages=k, v_pages=v)))
+    k, v = (
+        tuple(jnp.where(mask, p, jnp.nan) for p in pages)
+        for pages in (cache.kv.k_pages, cache.kv.v_pages)
+    )
+    engine.state = engine.state.replace(
+        cache=cache.replace(kv=cache.kv.replace(k_pages=k, v_pages=v))
+    )
     assert check_integrity(engine.state) == []
 
 
@@ -94,7 +106,7 @@ def poison(engine):
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_what_unused_pages_hold_never_matters(name):
     model = nnx.split(load_model(TINY / name, "float32")[0])
-    config = EngineConfig(30, 64, max_num_seqs=6, max_num_batched_tokens=16, block_size=4, widths=(16,))
-    engine = Engine(*model, config)
+    sizes = dict(max_num_seqs=6, max_num_batched_tokens=16, block_size=4)
+    engine = make_engine(model, 30, 64, widths=(16,), **sizes)
     clean = run(engine, 7)
     assert run(engine, 7, between=poison) == clean

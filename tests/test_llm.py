@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from paged_jax import LLM, BeamSearchParams, ConfigError, InvalidRequestError, SamplingParams, check_integrity
+from paged_jax import (
+    LLM,
+    BeamSearchParams,
+    ConfigError,
+    InvalidRequestError,
+    SamplingParams,
+    check_integrity,
+)
 from toy_decoder import ToyDecoder, random_prompts
 
 MODEL = ToyDecoder(max_model_len=40)
@@ -22,22 +29,32 @@ def tokens_of(outputs):
 
 def test_outputs_come_in_the_prompts_order_with_parameters_for_all_or_for_each(llm):
     prompts = random_prompts(0, [3, 9, 1, 5, 7])
-    assert tokens_of(llm.generate(prompts, GREEDY, progress=False)) == [MODEL.continuation(p, 9) for p in prompts]
+    assert tokens_of(llm.generate(prompts, GREEDY, progress=False)) == [
+        MODEL.continuation(p, 9) for p in prompts
+    ]
     each = [SamplingParams(temperature=0, max_tokens=2 + i) for i in range(5)]
     outputs = llm.generate([np.array(p) for p in prompts], each)
     assert tokens_of(outputs) == [MODEL.continuation(p, 2 + i) for i, p in enumerate(prompts)]
     first = outputs[0]
-    assert first.prompt is None and first.prompt_token_ids == prompts[0] and first.outputs[0].text is None
+    assert (
+        first.prompt is None
+        and first.prompt_token_ids == prompts[0]
+        and first.outputs[0].text is None
+    )
     assert first.outputs[0].finish_reason == "length" and first.num_cached_tokens == 0
     assert first.outputs[0].cumulative_logprob == pytest.approx(sum(first.outputs[0].logprobs))
-    assert first.metrics.arrival_time <= first.metrics.first_token_time <= first.metrics.finished_time
+    assert (
+        first.metrics.arrival_time <= first.metrics.first_token_time <= first.metrics.finished_time
+    )
     assert llm.generate([], GREEDY) == []
 
 
 def test_a_single_prompt_needs_no_list(llm):
     (prompt,) = random_prompts(1, [6])
     for given in (prompt, tuple(prompt), np.array(prompt), [prompt]):
-        assert tokens_of(llm.generate(given, GREEDY, progress=False)) == [MODEL.continuation(prompt, 9)]
+        assert tokens_of(llm.generate(given, GREEDY, progress=False)) == [
+            MODEL.continuation(prompt, 9)
+        ]
 
 
 def test_a_bad_prompt_in_a_list_is_told_of_and_the_others_are_served(llm):
@@ -77,9 +94,11 @@ def test_requests_of_the_engines_own_users_get_their_news(llm):
     mine, theirs = random_prompts(4, [5, 4])
     request_id = llm.engine.add_request(theirs, SamplingParams(temperature=0, max_tokens=3))
     assert tokens_of(llm.generate(mine, GREEDY, progress=False)) == [MODEL.continuation(mine, 9)]
-    news = {update.request_id: update for update in llm.engine.run(1)}
-    assert news[request_id].token_ids == MODEL.continuation(theirs, 3)
-    assert news[request_id].finish_reason == "length"
+    (update,) = llm.engine.take(request_id)
+    assert update.token_ids == MODEL.continuation(theirs, 3)
+    assert update.finish_reason == "length"
+    with pytest.raises(InvalidRequestError, match="is not in use"):
+        llm.engine.take(request_id)
 
 
 def test_samples_and_beams_come_in_order_beside_other_prompts(llm):
@@ -90,13 +109,17 @@ def test_samples_and_beams_come_in_order_beside_other_prompts(llm):
         BeamSearchParams(2, max_tokens=4),
     ]
     sampled, greedy, beams = llm.generate(prompts, params, progress=False)
-    assert [o.index for o in sampled.outputs] == [0, 1, 2] and len({tuple(o.token_ids) for o in sampled.outputs}) == 3
+    assert [o.index for o in sampled.outputs] == [0, 1, 2] and len(
+        {tuple(o.token_ids) for o in sampled.outputs}
+    ) == 3
     assert greedy.outputs[0].token_ids == MODEL.continuation(prompts[1], 9)
     scores = [o.cumulative_logprob / len(o.token_ids) for o in beams.outputs]
     assert [o.index for o in beams.outputs] == [0, 1] and scores == sorted(scores, reverse=True)
     deltas = list(llm.stream(prompts[0], params[0]))
     for output in sampled.outputs:
-        assert [t for d in deltas if d.index == output.index for t in d.token_ids] == output.token_ids
+        assert [
+            t for d in deltas if d.index == output.index for t in d.token_ids
+        ] == output.token_ids
     assert not llm.engine.has_unfinished()
 
 
@@ -121,7 +144,9 @@ def test_what_was_computed_is_found_again_until_salt_params_or_a_reset_say_other
         llm.update_params({"more": np.zeros(2)})
 
 
-@pytest.mark.parametrize("messages", [5, "hello", [], [5], [{"role": "user"}], [[{"role": "user", "content": 3}]]])
+@pytest.mark.parametrize(
+    "messages", [5, "hello", [], [[]], [5], [{"role": "user"}], [[{"role": "user", "content": 3}]]]
+)
 def test_messages_that_are_none_are_refused_by_name(llm, messages):
     with pytest.raises(InvalidRequestError, match="messages"):
         llm.chat(messages, GREEDY)
@@ -140,10 +165,13 @@ def test_stats_count_what_was_done(llm):
 def test_a_seed_repeats_what_requests_without_one_of_their_own_draw():
     prompts = random_prompts(6, [5, 5, 5])
     params = SamplingParams(temperature=50.0, max_tokens=9)
-    narrow = SIZES | {"max_num_batched_tokens": 4, "enable_prefix_caching": False}  # less to compile
+    narrow = SIZES | {
+        "max_num_batched_tokens": 4,
+        "enable_prefix_caching": False,
+    }  # less to compile
     llms = [LLM(MODEL, **narrow, seed=seed) for seed in (1, 1, 2)]
     for other in llms[1:]:
-        other.engine._jit_run = llms[0].engine._jit_run  # compiled once
+        other.engine._programs = llms[0].engine._programs  # compiled once
     draws = [tokens_of(llm.generate(prompts, params, progress=False)) for llm in llms]
     assert draws[0] == draws[1] != draws[2]
 

@@ -15,27 +15,41 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from paged_jax import (
+    CacheConfig,
+    EngineConfig,
+    SamplingParams,
     allocate_slots,
-    block_pool,
-    cache_manager,
     check_integrity,
     fork,
     free,
     init_cache,
-    sequences,
-    step,
 )
-from paged_jax.config import CacheConfig, EngineConfig
-from paged_jax.requests import Output, blocks_at_most, make_request, to_rows
-from paged_jax.sampling_params import SamplingParams
+from paged_jax.cache import block_pool
+from paged_jax.cache.paged_cache import release_passed_blocks
+from paged_jax.engine.requests import Output, make_request, max_blocks, to_rows
+from paged_jax.engine.step import init_state, step
+from paged_jax.kv_group import attention_group
+from paged_jax.scheduling import sequences
+from paged_jax.scheduling.waiting import waiting_rows
 from plain_cache import PlainCache, books, plain_books
 from plain_scheduler import PlainRequest, PlainScheduler
 from toy_decoder import ToyDecoder, random_prompts
 
 ROWS, BLOCK_SIZE, MAX_BLOCKS = 6, 4, 7
 CONFIGS = [
-    CacheConfig(num_blocks, ROWS, MAX_BLOCKS, block_size=BLOCK_SIZE, windows=windows, prefix_caching=caching)
-    for num_blocks, windows, caching in ((14, (None,), True), (13, (6,), False), (31, (None, 6), True))
+    CacheConfig(
+        num_blocks,
+        ROWS,
+        MAX_BLOCKS,
+        block_size=BLOCK_SIZE,
+        groups=tuple(attention_group(window) for window in windows),
+        enable_prefix_caching=caching,
+    )
+    for num_blocks, windows, caching in (
+        (14, (None,), True),
+        (13, (6,), False),
+        (31, (None, 6), True),
+    )
 ]
 APPENDED, CHILDREN = 3, 2  # rows in one call of a fixed shape
 
@@ -49,20 +63,21 @@ def _adopt(cache, row, blocks):
         num_blocks=cache.tables.num_blocks.at[:, row].set(count),
         num_tokens=cache.tables.num_tokens.at[row].set(count * BLOCK_SIZE),
     )
-    return cache.replace(pool=block_pool.touch(cache.pool, blocks.ravel(), 1), tables=tables), jnp.bool(True)
+    return cache.replace(
+        pool=block_pool.touch(cache.pool, blocks.ravel(), 1), tables=tables
+    ), jnp.bool(True)
 
 
-def _slide(config, cache, rows, before, after):
+def _slide(cache, rows, before, after):
     most = ROWS * MAX_BLOCKS * BLOCK_SIZE
-    return cache_manager.release_below_window(config, cache, rows, before, after, most), jnp.bool(True)
+    return release_passed_blocks(cache, rows, before, after, most), jnp.bool(True)
 
 
 @memoize
 def compiled(config):
     """An empty cache, and each operation at one shape or two, so that nothing compiles again."""
-    functions = {"allocate": allocate_slots, "fork": fork, "free": free, "slide": _slide}
-    programs = {name: jax.jit(partial(function, config)) for name, function in functions.items()}
-    return init_cache(config), programs | {"adopt": jax.jit(_adopt)}
+    functions = dict(allocate=allocate_slots, fork=fork, free=free, slide=_slide, adopt=_adopt)
+    return init_cache(config), {name: jax.jit(function) for name, function in functions.items()}
 
 
 def ints(values, length=ROWS, padding=ROWS):
@@ -74,7 +89,9 @@ class AgainstPlainCache(RuleBasedStateMachine):
     def begin(self, config):
         self.config = config
         self.cache, self.run = compiled(config)
-        self.plain = PlainCache(config.num_blocks, ROWS, MAX_BLOCKS, BLOCK_SIZE, config.windows)
+        windows = [getattr(group, "window", None) for group in config.groups]
+        self.plain = PlainCache(config.num_blocks, ROWS, MAX_BLOCKS, BLOCK_SIZE, windows)
+        self.has_window = any(windows)
         self.slid = [0] * ROWS  # tokens up to which a row's window groups have let go
 
     def after(self, operation, *arguments, expect=True, **options):
@@ -84,10 +101,11 @@ class AgainstPlainCache(RuleBasedStateMachine):
         ok, fetched = jax.device_get((ok, cache))
         assert bool(ok) == expect
         assert books(fetched) == plain_books(self.plain)
-        assert check_integrity(fetched, block_size=BLOCK_SIZE) == []
+        assert check_integrity(fetched) == []
         if not expect:
             assert all(
-                np.array_equal(a, b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(fetched), strict=True)
+                np.array_equal(a, b)
+                for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(fetched), strict=True)
             )
 
     def used(self):
@@ -96,7 +114,12 @@ class AgainstPlainCache(RuleBasedStateMachine):
     def empty(self):
         return [row for row in range(ROWS) if self.plain.is_empty(row)]
 
-    @rule(row=st.integers(0, ROWS - 1), new=st.integers(1, 30), reserved=st.integers(0, 4), must_fit=st.integers(0, 40))
+    @rule(
+        row=st.integers(0, ROWS - 1),
+        new=st.integers(1, 30),
+        reserved=st.integers(0, 4),
+        must_fit=st.integers(0, 40),
+    )
     def allocate(self, row, new, reserved, must_fit):
         fits = self.plain.allocate([row], [new], reserved, must_fit)
         options = {"reserved_blocks": np.int32(reserved), "must_fit_tokens": np.int32(must_fit)}
@@ -104,7 +127,10 @@ class AgainstPlainCache(RuleBasedStateMachine):
 
     @rule(
         rows=st.permutations(range(ROWS)),
-        new=st.one_of(st.just([1] * APPENDED), st.lists(st.integers(1, 9), min_size=APPENDED, max_size=APPENDED)),
+        new=st.one_of(
+            st.just([1] * APPENDED),
+            st.lists(st.integers(1, 9), min_size=APPENDED, max_size=APPENDED),
+        ),
     )
     def append_to_several(self, rows, new):
         rows = rows[:APPENDED]
@@ -133,13 +159,14 @@ class AgainstPlainCache(RuleBasedStateMachine):
         self.free(order)
         assert len(self.plain.pool.queue) == self.config.num_blocks - 1
 
-    @precondition(lambda self: any(self.config.windows))
+    @precondition(lambda self: self.has_window)
     @rule(rows=st.permutations(range(ROWS)), data=st.data())
     def slide(self, rows, data):
         """The windows move on, by another distance in each row; a block that forks share may stay in one and go in the other."""
         before = [self.slid[row] for row in rows]
         after = [
-            data.draw(st.integers(self.slid[row], max(self.slid[row], self.plain.num_tokens[row]))) for row in rows
+            data.draw(st.integers(self.slid[row], max(self.slid[row], self.plain.num_tokens[row])))
+            for row in rows
         ]
         self.plain.release_below_window(rows, before, after)
         for row, high in zip(rows, after, strict=True):
@@ -154,11 +181,11 @@ class AgainstPlainCache(RuleBasedStateMachine):
         parent = data.draw(st.sampled_from(self.used() or [row]))
         held = min(count, len(self.plain.tables[0][parent]))
         # Without a directory nobody can name a free block.
-        kept = data.draw(st.integers(0 if self.config.prefix_caching else held, held))
-        count = count if self.config.prefix_caching else held
+        kept = data.draw(st.integers(0 if self.config.enable_prefix_caching else held, held))
+        count = count if self.config.enable_prefix_caching else held
         free = data.draw(st.permutations(self.plain.pool.queue))
         extra = count - kept
-        if not count or extra * len(self.config.windows) > len(free):
+        if not count or extra * len(self.config.groups) > len(free):
             return
         for table in self.plain.tables:
             table[row] = table[parent][:kept] + free[:extra]
@@ -166,7 +193,11 @@ class AgainstPlainCache(RuleBasedStateMachine):
             self.plain.pool.touch(table[row])
         self.plain.num_tokens[row] = count * BLOCK_SIZE
         self.slid[row] = min(self.slid[parent], kept * BLOCK_SIZE) if kept else 0
-        self.after("adopt", np.int32(row), np.stack([ints(table[row], MAX_BLOCKS, -1) for table in self.plain.tables]))
+        self.after(
+            "adopt",
+            np.int32(row),
+            np.stack([ints(table[row], MAX_BLOCKS, -1) for table in self.plain.tables]),
+        )
 
 
 TestAgainstPlainCache = AgainstPlainCache.TestCase
@@ -178,38 +209,41 @@ TestAgainstPlainCache.settings = settings(
 # ---------------------------------------------------------------- the engine's step
 
 ENGINES = [
-    (EngineConfig(13, 30, max_num_seqs=3, max_num_batched_tokens=9, num_rows=7, block_size=4), (None,)),
-    (EngineConfig(21, 30, max_num_seqs=3, max_num_batched_tokens=9, num_rows=7, block_size=4, widths=(9,)), (None, 6)),
+    (EngineConfig(13, 30, 3, 9, num_rows=7, block_size=4), (3, 9), (None,)),
+    (EngineConfig(21, 30, 3, 9, num_rows=7, block_size=4), (9,), (None, 6)),
 ]
-CACHING = dict(enable_prefix_caching=True, widths=(9,))
-ENGINES += [(replace(config, **CACHING), windows) for config, windows in ENGINES]
+ENGINES += [
+    (replace(config, enable_prefix_caching=True), (9,), windows) for config, _, windows in ENGINES
+]
 HOLDER = 6  # a row that is never a request's: it holds blocks, so that one program serves pools of many sizes
 MOST_HELD = 4
 
 
 @memoize
-def compiled_engine(config, windows):
+def compiled_engine(config, widths, windows):
     model = ToyDecoder(windows=windows)
-    sizes = step.cache_config(config, model)
     programs = {
-        "step": jax.jit(partial(step.step, model, config, sizes)),
+        "step": jax.jit(partial(step, model, widths=widths)),
         "add": jax.jit(sequences.add),
         "abort": jax.jit(sequences.abort),
-        "hold": jax.jit(partial(allocate_slots, sizes)),
+        "hold": jax.jit(allocate_slots),
     }
-    return model, sizes, step.init_state(config, sizes), programs
+    return model, init_state(config, model), programs
 
 
 class AgainstPlainScheduler(RuleBasedStateMachine):
     @initialize(engine=st.sampled_from(ENGINES), held=st.integers(0, MOST_HELD))
     def begin(self, engine, held):
-        self.config, windows = engine
-        self.model, self.sizes, self.state, self.programs = compiled_engine(*engine)
+        self.config, _, windows = engine
+        self.model, self.state, self.programs = compiled_engine(*engine)
+        self.sizes = self.state.cache.config
         self.plain = PlainScheduler(self.config, windows, self.model.next_token)
         self.faults = []
         if held:
             self.plain.cache.allocate([HOLDER], [4 * held])
-            cache, _ = self.programs["hold"](self.state.cache, ints([HOLDER], 1), ints([4 * held], 1))
+            cache, _ = self.programs["hold"](
+                self.state.cache, ints([HOLDER], 1), ints([4 * held], 1)
+            )
             self.state = self.state.replace(cache=cache)
             self.faults = [f"row {HOLDER}: does not run, but has blocks"]
         self.usable = self.plain.num_free()
@@ -218,19 +252,23 @@ class AgainstPlainScheduler(RuleBasedStateMachine):
         state, plain = jax.device_get(self.state), self.plain
         seqs = state.seqs
         assert seqs.running[: seqs.num_running].tolist() == plain.running
-        order = (seqs.waiting_head + np.arange(seqs.num_waiting)) % seqs.num_rows
-        assert seqs.waiting[order].tolist() == plain.waiting
+        assert waiting_rows(seqs.waiting) == plain.waiting
         assert books(state.cache) == plain_books(plain.cache)
         for row, request in plain.requests.items():
             count = len(request.tokens)
             assert seqs.tokens[row, : seqs.num_tokens[row]].tolist() == request.tokens
-            assert seqs.num_computed[row] == request.computed and seqs.num_prompt_tokens[row] == len(request.prompt)
+            assert seqs.num_computed[row] == request.computed and seqs.num_prompt_tokens[
+                row
+            ] == len(request.prompt)
             assert sequences.FINISH_REASONS[seqs.finish_reason[row]] == request.finish_reason
             assert request.tokens == request.prompt + self.model.continuation(
                 request.prompt, count - len(request.prompt)
             )
         assert state.counters.preemptions == plain.preemptions
-        assert (state.counters.queried_tokens, state.counters.hit_tokens) == (plain.queried, plain.hits)
+        assert (state.counters.queried_tokens, state.counters.hit_tokens) == (
+            plain.queried,
+            plain.hits,
+        )
         assert check_integrity(state) == self.faults
 
     def rows(self, finished):
@@ -249,7 +287,10 @@ class AgainstPlainScheduler(RuleBasedStateMachine):
         for row in rng.permutation(self.rows(finished=True))[:count].tolist():
             length, more = rng.integers(1, 21).item(), rng.integers(1, 21).item()
             more = min(more, self.config.max_model_len - length)
-            while blocks_at_most(self.sizes, length + more, self.config.max_num_batched_tokens) > self.usable:
+            while (
+                max_blocks(self.sizes, length + more, self.config.max_num_batched_tokens)
+                > self.usable
+            ):
                 more, length = (more - 1, length) if more > 1 else (more, length - 1)
             # Few different tokens and few beginnings, so that prompts and outputs share some.
             earlier = [request.tokens for request in self.plain.requests.values()]
@@ -259,8 +300,9 @@ class AgainstPlainScheduler(RuleBasedStateMachine):
                 prompt = (begin + prompt)[:length]
             stop_ids = (self.model.continuation(prompt, more)[-1],) if rng.random() < 0.2 else ()
             params = SamplingParams(temperature=0, max_tokens=more, stop_token_ids=stop_ids)
-            vocabulary = {"vocab_size": self.model.vocab_size, "eos_token_ids": ()}
-            request = make_request("", prompt, params, config=self.config, sizes=self.sizes, seed=0, **vocabulary)
+            given = dict(vocab_size=self.model.vocab_size, eos_token_ids=())
+            given |= dict(config=self.config, cache=self.sizes)
+            request = make_request("", prompt, params, **given)
             new = to_rows({row: Output(request, 0)}, self.config)
             self.state = self.state.replace(seqs=self.programs["add"](self.state.seqs, new))
             self.plain.add(row, PlainRequest(prompt, length + more, stop_ids))
@@ -270,7 +312,9 @@ class AgainstPlainScheduler(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data):
         row = data.draw(st.sampled_from(self.rows(finished=False)))
-        self.state = self.state.replace(seqs=self.programs["abort"](self.state.seqs, ints([row], 1)))
+        self.state = self.state.replace(
+            seqs=self.programs["abort"](self.state.seqs, ints([row], 1))
+        )
         self.plain.abort(row)
         self.compare()
 
@@ -307,5 +351,7 @@ TestAgainstPlainScheduler.settings = settings(
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=list(HealthCheck),
-    phases=[phase for phase in Phase if phase is not Phase.shrink],  # a run costs seconds; what fails is short anyway
+    phases=[
+        phase for phase in Phase if phase is not Phase.shrink
+    ],  # a run costs seconds; what fails is short anyway
 )

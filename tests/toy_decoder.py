@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from paged_jax.models.interface import KVGroup
+from paged_jax.kv_group import attention_group
 
 
 class ToyDecoder(nnx.Module):
@@ -14,7 +14,8 @@ class ToyDecoder(nnx.Module):
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.num_kv_heads, self.head_dim, self.dtype = 1, 1, "float32"
         self.eos_token_ids = ()
-        self.kv_groups = tuple(KVGroup(window, 1) for window in windows)
+        self.windows = tuple(windows)
+        self.kv_groups = tuple(attention_group(window, 1) for window in windows)
 
     def __call__(self, tokens, batch, k_pages, v_pages):
         k, v = k_pages[0], v_pages[0]
@@ -26,19 +27,23 @@ class ToyDecoder(nnx.Module):
             block, offset = batch.slots[g] // block_size, batch.slots[g] % block_size
             k = k.at[block, offset].set(ids, mode="drop")
             v = v.at[block, offset].set(-ids, mode="drop")
-        for g, group in enumerate(self.kv_groups):
+        for g, window in enumerate(self.windows):
             table = batch.block_tables[g]
             seen_k = k[table].reshape(table.shape[0], -1)
             seen_v = v[table].reshape(table.shape[0], -1)
             position = jnp.arange(seen_k.shape[1])
             seen = position < lens[:, None]
-            if group.window is not None:
-                seen &= position >= lens[:, None] - group.window
+            if window is not None:
+                seen &= position >= lens[:, None] - window
             weights = (position % 7 + 1) * (g + 1)
             total += jnp.sum(jnp.where(seen, (2 * seen_k + seen_v) * weights, 0), axis=1)
         taking = batch.cu_q_lens[1:] > batch.cu_q_lens[:-1]
         last = jnp.where(taking, batch.cu_q_lens[1:] - 1, tokens.shape[0])
-        hidden = jnp.full((tokens.shape[0], 1), jnp.nan).at[last].set((total % self.vocab_size)[:, None], mode="drop")
+        hidden = (
+            jnp.full((tokens.shape[0], 1), jnp.nan)
+            .at[last]
+            .set((total % self.vocab_size)[:, None], mode="drop")
+        )
         return hidden, (k,), (v,)
 
     def logits(self, hidden):
@@ -47,8 +52,8 @@ class ToyDecoder(nnx.Module):
     def next_token(self, context):
         """The plain model of the same."""
         total = 0
-        for g, group in enumerate(self.kv_groups):
-            first = 0 if group.window is None else max(len(context) - group.window, 0)
+        for g, window in enumerate(self.windows):
+            first = 0 if window is None else max(len(context) - window, 0)
             total += sum(context[p] * (p % 7 + 1) * (g + 1) for p in range(first, len(context)))
         return total % self.vocab_size
 

@@ -14,7 +14,16 @@ _TOUCH_A_PART = {
 }
 KERNEL = "paged_attention"  # the scope that the attention kernels are called in
 _NO_KERNEL = {
-    *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "opt-barrier", "after-all", "add-dependency"),
+    *(
+        "parameter",
+        "constant",
+        "get-tuple-element",
+        "tuple",
+        "bitcast",
+        "opt-barrier",
+        "after-all",
+        "add-dependency",
+    ),
     *("partition-id", "replica-id", "copy-done", "async-done", "async-update"),
 }
 
@@ -33,12 +42,18 @@ def whole_array_ops(
                 continue
             where = f"%{i.name} in %{computation.name} ({i.op_name or 'no op_name'})"
             if i.opcode == "fusion":
-                inside = whole_array_ops(program, [program.computations[i.called["calls"][0]]], is_large)
+                inside = whole_array_ops(
+                    program, [program.computations[i.called["calls"][0]]], is_large
+                )
                 found += [(i, f"{line}, fused in {where}") for _, line in inside]
             elif i.opcode == "conditional":
                 if any(map(is_large, i.shapes)):
                     found.append((i, f"conditional around {_largest(i.shapes)}: {where}"))
-            elif i.opcode not in _TOUCH_A_PART and not i.opcode.startswith("async") and not _reads(i, is_large):
+            elif (
+                i.opcode not in _TOUCH_A_PART
+                and not i.opcode.startswith("async")
+                and not _reads(i, is_large)
+            ):
                 shapes = [s for s in (*i.shapes, *computation.operand_shapes(i)) if is_large(s)]
                 found.append((i, f"{i.opcode} of {_largest(shapes)}: {where}"))
     return found
@@ -46,7 +61,12 @@ def whole_array_ops(
 
 def attention_kernels(computations: list[Computation]) -> list[Instruction]:
     """The calls of a Pallas attention kernel."""
-    return [i for c in computations for i in c.instructions if i.opcode == "custom-call" and i.in_scope(KERNEL)]
+    return [
+        i
+        for c in computations
+        for i in c.instructions
+        if i.opcode == "custom-call" and i.in_scope(KERNEL)
+    ]
 
 
 def _reads(i: Instruction, is_large: Callable[[Shape], bool]) -> bool:
@@ -66,13 +86,20 @@ def has_pool_dim(num_blocks: int) -> Callable[[Shape], bool]:
 def page_faults(program: Program, num_blocks: int, page_size: int) -> list[str]:
     """Ops on a whole page array (of `page_size` elements or more) in any loop."""
     pool_dim = has_pool_dim(num_blocks)
-    found = whole_array_ops(program, program.in_loops(), lambda s: pool_dim(s) and s.size >= page_size)
+    found = whole_array_ops(
+        program, program.in_loops(), lambda s: pool_dim(s) and s.size >= page_size
+    )
     return [line for _, line in found]
 
 
 def steady_faults(program: Program, num_blocks: int) -> list[str]:
     """Ops on a whole array with a pool dimension in any loop, but for the rare events."""
-    rare = {c.name for loop in program.loops("events") for part in loop.called.values() for c in program.reach(part[0])}
+    rare = {
+        c.name
+        for loop in program.loops("events")
+        for part in loop.called.values()
+        for c in program.reach(part[0])
+    }
     places = [c for c in program.in_loops() if c.name not in rare]
     return [line for _, line in whole_array_ops(program, places, has_pool_dim(num_blocks))]
 
@@ -100,7 +127,11 @@ class Kernels:
 
 
 def count_kernels(
-    program: Program, computation: Computation, *, without: tuple[str, ...] = (), scopes: tuple[str, ...] = ()
+    program: Program,
+    computation: Computation,
+    *,
+    without: tuple[str, ...] = (),
+    scopes: tuple[str, ...] = (),
 ) -> Kernels:
     """Instructions that launch something: fusions, copies, custom calls and all others with work of their own.
 
@@ -116,7 +147,9 @@ def count_kernels(
 
     def walk(computation: Computation, times: int) -> None:
         for i in computation.instructions:
-            if i.opcode in _NO_KERNEL or ((places := _named(computation, i)) and all(map(left_out, places))):
+            if i.opcode in _NO_KERNEL or (
+                (places := _named(computation, i)) and all(map(left_out, places))
+            ):
                 continue
             if i.opcode == "while":
                 if i.trips is not None:

@@ -8,12 +8,18 @@ import jax
 from jax.experimental import topologies
 
 DATA = pathlib.Path(__file__).parents[1] / "data"  # devices' published limits
-WHEELS = [("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"), ("jax-cuda13-plugin", "jax-cuda13-pjrt")]
+WHEELS = [
+    ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"),
+    ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
+]
 
 
 def missing_wheels() -> str:
     """Why nothing can be compiled for CUDA here, or an empty string."""
-    installed = {(d.metadata["Name"] or "").lower().replace("_", "-") for d in importlib.metadata.distributions()}
+    installed = {
+        (d.metadata["Name"] or "").lower().replace("_", "-")
+        for d in importlib.metadata.distributions()
+    }
     if any(installed.issuperset(wheels) for wheels in WHEELS):
         return ""
     lacking = [name for name in WHEELS[0] if name not in installed]
@@ -25,7 +31,9 @@ def devices(name: str, count: int = 1):
     """Devices that `data/name.txtpb` describes."""
     limits = (DATA / f"{name}.txtpb").read_text()
     shape = f"1x1x{count}"
-    return topologies.get_topology_desc(name, platform="cuda", target_config=limits, topology=shape).devices
+    return topologies.get_topology_desc(
+        name, platform="cuda", target_config=limits, topology=shape
+    ).devices
 
 
 def compile_for(name: str, f, *args, donate_argnums=(), options=None):
@@ -33,7 +41,9 @@ def compile_for(name: str, f, *args, donate_argnums=(), options=None):
     (target,) = devices(name)
     mesh = jax.sharding.Mesh([target], ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), args)
+    specs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), args
+    )
     with jax.default_device(target):
         return jax.jit(f, donate_argnums=donate_argnums).lower(*specs).compile(options)
 
@@ -41,10 +51,16 @@ def compile_for(name: str, f, *args, donate_argnums=(), options=None):
 def compile_sharded(name: str, count: int, f, specs, out_spec, *args):
     """`f` compiled inside `shard_map` over the axis "x" of `count` devices; `specs` say how `args` and the result are cut."""
     mesh = jax.sharding.Mesh(devices(name, count), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))  # noqa: E731
+    place = lambda x, spec: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec)
+    )
     placed = jax.tree.map(place, args, specs)
     with jax.default_device(devices(name, count)[0]):
-        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_spec)).lower(*placed).compile()
+        return (
+            jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_spec))
+            .lower(*placed)
+            .compile()
+        )
 
 
 def compile_for_h200(f, *args, donate_argnums=()):

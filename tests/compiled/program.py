@@ -154,9 +154,16 @@ def _instruction(line: str) -> Instruction:
     return Instruction(
         name=name,
         opcode=opcode,
-        shapes=tuple(Shape(t, tuple(int(d) for d in dims.split(",") if d)) for t, dims in _SHAPE.findall(shapes)),
-        operands=() if opcode in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-]+)", operands)),
-        called={key: tuple(re.findall(r"[\w.\-]+", names)) for key, names in _CALLED.findall(attributes)},
+        shapes=tuple(
+            Shape(t, tuple(int(d) for d in dims.split(",") if d))
+            for t, dims in _SHAPE.findall(shapes)
+        ),
+        operands=()
+        if opcode in ("parameter", "constant")
+        else tuple(re.findall(r"%([\w.\-]+)", operands)),
+        called={
+            key: tuple(re.findall(r"[\w.\-]+", names)) for key, names in _CALLED.findall(attributes)
+        },
         op_name=op_name.group(1) if op_name else "",
         trips=int(trips.group(1)) if trips else None,
         is_root=bool(is_root),

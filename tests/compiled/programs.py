@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from paged_jax import generate, step
-from paged_jax.config import EngineConfig
+from paged_jax import EngineConfig, generate
+from paged_jax.engine.step import init_state
+from paged_jax.engine.step import run as run_steps
 from paged_jax.models import Llama
 from paged_jax.models.llama_config import LlamaConfig
 
@@ -15,7 +16,11 @@ NUM_BLOCKS = 131071  # prime, and above every other size
 RUNNING, BUDGET = 64, 512
 BLOCK_SIZE, KV_HEADS, HEAD_DIM = 16, 2, 8
 PAGE_SIZE = NUM_BLOCKS * BLOCK_SIZE * KV_HEADS * HEAD_DIM  # elements
-WINDOWS = {"full": (None, None), "full and window": (None, 40, None), "everything": (None, 40, None)}
+WINDOWS = {
+    "full": (None, None),
+    "full and window": (None, 40, None),
+    "everything": (None, 40, None),
+}
 OPTIONS = {"everything": dict(enable_prefix_caching=True, max_beam_width=4)}  # else none
 
 
@@ -36,16 +41,19 @@ def make_model(windows: tuple[int | None, ...], dtype: str = "float32", head_dim
     return nnx.split(Llama(config, rngs=nnx.Rngs(0)))
 
 
-def step_program(kind: str = "full", dtype: str = "float32", decoder=None, head_dim: int = HEAD_DIM):
+def step_program(
+    kind: str = "full", dtype: str = "float32", decoder=None, head_dim: int = HEAD_DIM
+):
     """A function `(params, state, max_steps)` and its abstract arguments; the state is to be donated (argument 1)."""
-    graphdef, params = make_model(WINDOWS[kind], dtype, head_dim) if decoder is None else nnx.split(decoder)
+    graphdef, params = (
+        make_model(WINDOWS[kind], dtype, head_dim) if decoder is None else nnx.split(decoder)
+    )
     sizes = dict(max_model_len=320, max_num_seqs=RUNNING, max_num_batched_tokens=BUDGET)
     config = EngineConfig(NUM_BLOCKS, **sizes, **OPTIONS.get(kind, {}))
-    sizes = step.cache_config(config, nnx.merge(graphdef, params))
-    state = jax.eval_shape(lambda: step.init_state(config, sizes))
+    state = jax.eval_shape(lambda: init_state(config, nnx.merge(graphdef, params)))
 
     def run(params, state, max_steps):
-        return step.run(nnx.merge(graphdef, params), config, sizes, state, max_steps)
+        return run_steps(nnx.merge(graphdef, params), state, max_steps)
 
     return run, (params, state, jax.ShapeDtypeStruct((), jnp.int32))
 

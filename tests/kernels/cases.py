@@ -1,4 +1,4 @@
-"""Batches for the attention tests: sequences laid out in shuffled pages, with NaN wherever nothing was computed."""
+"""Batches for the attention tests: sequences in shuffled pages, NaN where nothing was computed."""
 
 import contextlib
 from dataclasses import dataclass, field, replace
@@ -8,14 +8,17 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from reference import reference_attention
 
 from paged_jax.kernels.paged_attention import combine, dispatch, mosaic_gpu, plan, triton, xla
 from paged_jax.kernels.paged_attention.scoring import Scales, Scoring
-from reference import reference_attention
 
 RACES = mosaic_gpu.plgpu.InterpretGPUParams(detect_races=True)
 
-# Everything that computes attention, as a function of the arguments of `xla.attend`; kernels in their interpreters.
+# Everything that computes attention, as a function of the arguments of `xla.attend`; kernels in
+# their interpreters.
 FORMS = {
     "cpu": partial(xla.attend, form=xla.one_tile_at_a_time),
     "gpu": partial(xla.attend, form=xla.all_tiles_at_once),
@@ -23,8 +26,24 @@ FORMS = {
     "mosaic_gpu": partial(mosaic_gpu.attend, interpret=RACES),
 }
 
-# Largest difference from the float64 reference, for queries, keys and values of unit scale: outputs are averages of
-# values, so of unit scale too. bfloat16 has 8 bits, float16 11.
+INTERPRETED = ("triton", "mosaic_gpu")
+
+
+def each(names: str, values, *, in_sweep=lambda *_: False):
+    """Parametrize a test. What `in_sweep(*case)` chooses is left to `make test-kernels`."""
+    params = []
+    for case in values:
+        case = case if isinstance(case, tuple) else (case,)
+        marks = [pytest.mark.kernels] if in_sweep(*case) else []
+        params.append(pytest.param(*case, marks=marks, id="-".join(map(str, case))))
+    return pytest.mark.parametrize(names, params)
+
+
+every_form = each("form", FORMS)
+
+
+# Largest difference from the float64 reference, for queries, keys and values of unit scale: outputs
+# are averages of values, so of unit scale too. bfloat16 has 8 bits, float16 11.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 4e-3}
 
 
@@ -52,7 +71,8 @@ class Heads:
             + "-sinks" * self.sinks
         )
         extras += "".join(f"-{x}" for x in (self.kv_dtype, self.scales) if x)
-        return f"D{self.head_dim}-B{self.block_size}-KV{self.kv_heads}x{self.group}-{self.dtype}{extras}"
+        heads = f"KV{self.kv_heads}x{self.group}"
+        return f"D{self.head_dim}-B{self.block_size}-{heads}-{self.dtype}{extras}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +87,7 @@ class Batch:
     cu_q_lens: jax.Array
     num_seqs: jax.Array
     sinks: jax.Array | None
-    scales: Scales = Scales()
+    scales: Scales
 
     @property
     def arrays(self):
@@ -75,7 +95,7 @@ class Batch:
 
 
 def covers(form: str, heads: Heads) -> bool:
-    """Whether the form is meant for the case."""
+    """Return whether the form is meant for the case."""
     if form in ("cpu", "gpu"):
         return True
     kv_dtype = heads.kv_dtype or heads.dtype
@@ -88,7 +108,7 @@ def covers(form: str, heads: Heads) -> bool:
 def make_batch(
     heads: Heads, lens, *, num_tokens, num_seqs, table_width, seed=0, poison=True
 ) -> Batch:
-    """Sequences of `(q_len, kv_len)` in `lens`, padded to the given sizes."""
+    """Make sequences of `(q_len, kv_len)` in `lens`, padded to the given sizes."""
     rng = np.random.default_rng(seed)
     size, width = heads.block_size, table_width
     num_blocks = num_seqs * width + 3
@@ -99,7 +119,7 @@ def make_batch(
     tables = np.zeros((num_seqs, width), np.int32)
     computed = np.zeros((num_blocks, size), bool)
     for s, (_, kv_len) in enumerate(lens):
-        for column in range(-(-kv_len // size)):
+        for column in range(pl.cdiv(kv_len, size)):
             tables[s, column] = next(ids)
             computed[tables[s, column], : kv_len - column * size] = True
     if poison:
@@ -119,7 +139,10 @@ def make_batch(
 
 
 def _store(heads: Heads, pages, rng):
-    """The pages in their dtype, with scales that bring the numbers into its range. int8 has no NaN: there the scales hold it."""
+    """Return the pages in their dtype, with scales that bring the numbers into its range.
+
+    int8 has no NaN: there the scales hold it.
+    """
     dtype = jnp.dtype(heads.kv_dtype or heads.dtype)
     if heads.scales is None:
         return jnp.asarray(pages, dtype), None
@@ -146,33 +169,52 @@ _compiled = {}
 
 
 def run(arrays, sinks, scales, scoring, form):
-    """A form on the arguments of the public call."""
+    """Run a form on the arguments of the public call, the plan included."""
     q, k_pages, v_pages, *index = arrays
-    sizes = dict(num_blocks=k_pages.shape[0], block_size=k_pages.shape[1], window=scoring.window)
-    made = plan.plan_attention(q.shape[0], *index, **sizes)
+    made = make_plan(index, q.shape[0], k_pages.shape, scoring.window)
     return FORMS[form](q, k_pages, v_pages, made, sinks, scales, scoring)
 
 
-def attend(form: str, heads: Heads, batch: Batch, *, small_chunks=True):
-    """(out, lse) of a form, compiled once for all batches of one static side.
+def make_plan(index, num_tokens, pages_shape, window):
+    sizes = dict(num_blocks=pages_shape[0], block_size=pages_shape[1], window=window)
+    return plan.plan_attention(num_tokens, *index, **sizes)
 
+
+def attend(form: str, heads: Heads, batch: Batch, *, small_chunks=True):
+    """Return (out, lse) of a form, compiled once for all batches of one static side.
+
+    The plan is a program of its own, which all forms share: it takes as long to compile as they do.
     Small chunks make a short context take several trips, which is what most tests are after.
     """
-    key = (form, str(heads), small_chunks, *(x.shape for x in batch.arrays))
+    q, k_pages, v_pages, *index = batch.arrays
+    scoring = Scoring(**{"scale": heads.head_dim**-0.5} | heads.scoring)
+    shapes = (small_chunks, q.shape[0], k_pages.shape[:2], *(x.shape for x in index))
+    with contextlib.ExitStack() as stack:
+        for module, sizes in SMALL_CHUNKS.items() if small_chunks else ():
+            stack.enter_context(mock.patch.multiple(module, **sizes))
+        made = _run_compiled(
+            ("plan", scoring.window, shapes),
+            lambda index: make_plan(index, q.shape[0], k_pages.shape, scoring.window),
+            index,
+        )
+        return _run_compiled(
+            (form, str(heads), shapes),
+            lambda *arrays: FORMS[form](*arrays, scoring),
+            *(q, k_pages, v_pages, made, batch.sinks, batch.scales),
+        )
+
+
+def _run_compiled(key: tuple, function, *args):
     if key not in _compiled:
-        scoring = Scoring(**{"scale": heads.head_dim**-0.5} | heads.scoring)
-        f = jax.jit(lambda arrays, sinks, scales: run(arrays, sinks, scales, scoring, form))
-        with contextlib.ExitStack() as stack:
-            for module, sizes in SMALL_CHUNKS.items() if small_chunks else ():
-                stack.enter_context(mock.patch.multiple(module, **sizes))
-            # Forms for GPUs are run here for their numbers, which need no optimised machine code: half the compile time.
-            options = None if form == "cpu" else {"xla_backend_optimization_level": 0}
-            _compiled[key] = f.lower(batch.arrays, batch.sinks, batch.scales).compile(options)
-    return _compiled[key](batch.arrays, batch.sinks, batch.scales)
+        # GPUs' forms are run here for their numbers, which need no optimised machine code: half the
+        # compile time.
+        options = {"xla_backend_optimization_level": 0} if key[0] not in ("cpu", "plan") else None
+        _compiled[key] = jax.jit(function).lower(*args).compile(options)
+    return _compiled[key](*args)
 
 
 def expected(heads: Heads, batch: Batch):
-    """(out, lse) of the float64 reference."""
+    """Return (out, lse) of the float64 reference."""
     scales = dict(k_scale=batch.scales.k, v_scale=batch.scales.v)
     return reference_attention(*batch.arrays, sinks=batch.sinks, **scales, **heads.scoring)
 
@@ -186,7 +228,7 @@ def assert_matches(heads: Heads, got, want):
 
 
 def assert_close(got, want, tolerance):
-    """Each number within the tolerance, of its own size or of 1, whichever is larger."""
+    """Assert that each error is within the tolerance times the number, or times 1 if larger."""
     np.testing.assert_array_less(np.abs(got - want) / np.maximum(1, np.abs(want)), tolerance)
 
 

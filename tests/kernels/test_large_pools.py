@@ -62,7 +62,7 @@ def test_triton_refuses_the_pools_for_which_pallas_takes_32_bits_that_do_not_rea
             _triton_module(blocks, jnp.int8)
 
 
-@pytest.mark.slow
+@pytest.mark.kernels  # four gigabytes
 def test_xla_writes_and_reads_the_last_blocks_of_a_pool_of_more_than_2_31_numbers():
     rng = np.random.default_rng(0)
     blocks = LIMIT // int(np.prod(BLOCK)) + 4

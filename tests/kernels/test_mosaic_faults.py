@@ -1,4 +1,7 @@
-"""Faults put into the Mosaic kernel, each of which the set-up of the other tests must catch: interpreter, races, reference."""
+"""Faults put into the Mosaic kernel, each of which the set-up of the other tests must catch.
+
+That is: the interpreter, its search for races, and the reference.
+"""
 
 import cases
 import jax
@@ -7,6 +10,8 @@ from cases import Heads, assert_matches, expected, make_batch
 
 from paged_jax.kernels.paged_attention import mosaic_gpu
 from paged_jax.kernels.paged_attention.scoring import Scales, Scoring
+
+pytestmark = pytest.mark.kernels
 
 plgpu = mosaic_gpu.plgpu
 HEADS = Heads(64, 16, 1, 2, dtype="bfloat16")
@@ -31,7 +36,7 @@ FAULTS = {
 
 
 def _run(capfd):
-    """Whether the kernel ran to its end, without a race, and gave what the reference gives."""
+    """Return whether the kernel ran to its end, without a race, to the result of the reference."""
     # Contexts longer than the ring of chunks, or a missed wait finds its data there anyway.
     batch = make_batch(HEADS, [(1, 600), (1, 30)], num_tokens=2, num_seqs=2, table_width=40)
     mosaic_gpu._attend.clear_cache()

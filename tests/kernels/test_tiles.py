@@ -1,6 +1,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from paged_jax.kernels import plan_attention
 from paged_jax.kernels.paged_attention.combine import share_of_context
@@ -69,7 +70,7 @@ def test_the_bound_on_tiles_is_enough_and_is_reached(size):
         for seqs in (1, 2, 5):
             ones = min(seqs, num_tokens)
             most = max(
-                sum(-(-n // size) for n in [1] * (k - 1) + [num_tokens - k + 1])
+                sum(pl.cdiv(n, size) for n in [1] * (k - 1) + [num_tokens - k + 1])
                 for k in range(1, ones + 1)
             )
             assert most <= max_tiles(num_tokens, seqs, size) <= most + 1
@@ -130,5 +131,5 @@ def test_splits_share_out_a_context_once_and_nothing_before_its_first_block(
         ]
         keys = [key for start, chunks in parts for key in range(start, start + chunks * chunk)]
         start = first_key // block_size * block_size
-        assert keys == list(range(start, start + -(-max(end_key - start, 0) // chunk) * chunk))
-        assert max(n for _, n in parts) == -(-sum(n for _, n in parts) // splits)
+        assert keys == list(range(start, start + pl.cdiv(max(end_key - start, 0), chunk) * chunk))
+        assert max(n for _, n in parts) == pl.cdiv(sum(n for _, n in parts), splits)

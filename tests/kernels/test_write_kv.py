@@ -79,6 +79,7 @@ def test_a_pool_of_more_than_2_to_the_31_numbers_is_never_indexed_flat():
         assert eqn.invars[1].aval.shape == (3, 2)  # (block, offset)
 
 
+@pytest.mark.usefixtures("no_annotation_checks")
 @pytest.mark.parametrize(
     "change, error, message",
     [

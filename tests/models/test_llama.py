@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from paged_jax.models import KVGroup, Llama, LlamaConfig, RopeConfig, load_model
+from paged_jax.kv_group import FullAttention, SlidingWindow
+from paged_jax.models import Llama, LlamaConfig, RopeConfig, load_model
 from run_model import TINY, Sequence, compiled, greedy, logits_of, random_model
 
 CONFIG = LlamaConfig(
@@ -117,7 +118,7 @@ def test_every_variant_is_the_plain_forward(variant):
 
 def test_layers_of_one_window_form_a_group():
     config = dataclasses.replace(CONFIG, num_layers=5, windows=(8, None, 8, 8, None))
-    assert config.kv_groups == (KVGroup(8, 3), KVGroup(None, 2))
+    assert config.kv_groups == (SlidingWindow(3, 8), FullAttention(2))
     assert config.kv_places == ((0, 0), (1, 0), (0, 1), (0, 2), (1, 1))
 
 

@@ -1,0 +1,139 @@
+"""The programs that an engine dispatches, and the news in what they report."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+
+from paged_jax.cache import prefix_directory
+from paged_jax.engine.report import STEPS_PER_DISPATCH, Report, Update, make_report
+from paged_jax.engine.requests import Output
+from paged_jax.engine.step import EngineState, run
+from paged_jax.errors import ConfigError
+from paged_jax.sampling.parameters import BeamSearchParams
+from paged_jax.scheduling import sequences
+from paged_jax.scheduling.beam_search import add_beams
+from paged_jax.scheduling.beams import NewBeams
+from paged_jax.scheduling.sequences import FINISH_REASONS, FINISHED, NewSequences, Sequences
+
+
+class Programs(NamedTuple):
+    """The jitted functions of an engine; each takes the state, or its rows, donated.
+
+    Attributes:
+        run: (params, state, max_steps) -> (state, report).
+        add: (rows, new rows, new beams or None) -> rows.
+        abort: (rows, row numbers) -> rows.
+        set_roots: (state, a root for each row) -> state.
+    """
+
+    run: Callable
+    add: Callable
+    abort: Callable
+    set_roots: Callable
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """A dispatch on its way: its report, and which output each row made."""
+
+    report: Report
+    outputs: dict[int, Output]
+    max_steps: int
+
+
+def compile_programs(graphdef: Any, widths: tuple[int, ...]) -> Programs:
+    """Return the programs for one decoder, to be compiled at their first call."""
+    return Programs(
+        run=jax.jit(partial(_run, graphdef, widths), donate_argnums=1),
+        add=jax.jit(_add, donate_argnums=0),
+        abort=jax.jit(sequences.abort, donate_argnums=0),
+        set_roots=jax.jit(_set_roots, donate_argnums=0),
+    )
+
+
+def _run(
+    graphdef: Any,
+    widths: tuple[int, ...],
+    params: Any,
+    state: EngineState,
+    max_steps: Int[Array, ""],
+) -> tuple[EngineState, Report]:
+    model = nnx.merge(graphdef, params)
+    state, steps = run(model, state, max_steps, widths=widths)
+    return state, make_report(state, steps)
+
+
+def _add(seqs: Sequences, rows: NewSequences, beams: NewBeams | None) -> Sequences:
+    seqs = sequences.add(seqs, rows)
+    return seqs if beams is None else add_beams(seqs, beams)
+
+
+def _set_roots(state: EngineState, roots: Int[Array, "R"]) -> EngineState:
+    """Let rows start from new roots.
+
+    Those that run stop registering: their blocks are of the old params and the new.
+    """
+    cache, seqs = state.cache, state.seqs.replace(root=roots)
+    if cache.directory is not None:
+        directory = prefix_directory.stop_rows(cache.directory, slice(None))
+        cache = cache.replace(directory=directory)
+    return state.replace(cache=cache, seqs=seqs)
+
+
+def read_update(report: Report, row: int, output: Output, seqs: Sequences) -> Update | None:
+    """Return the news of one row's output since the last call, None where there is none.
+
+    `seqs` are the newest rows: they have what is too long for a report.
+    """
+    request = output.request
+    is_finished = report.status[row] == FINISHED
+    if isinstance(request.params, BeamSearchParams) and not is_finished:
+        return None  # a live beam may still be dropped
+    # An aborted beam may have fewer tokens than were seen.
+    num_new = max(int(report.num_tokens[row]) - output.num_seen, 0)
+    if num_new == 0 and not is_finished:
+        return None
+    output.num_seen += num_new
+    tokens, logprobs = _newest(report, row, num_new, seqs)
+    reason = FINISH_REASONS[report.finish_reason[row]] if is_finished else None
+    is_own_stop = reason == "stop" and tokens[-1] not in request.eos_ids
+    return Update(
+        request.request_id,
+        tokens,
+        logprobs,
+        finish_reason=reason,
+        stop_reason=tokens[-1] if is_own_stop else None,
+        index=output.index,
+        num_cached_tokens=max(int(report.num_cached[row]), 0),
+    )
+
+
+def _newest(report: Report, row: int, count: int, seqs: Sequences) -> tuple[list[int], list[float]]:
+    """Return the row's last `count` tokens and their log-probabilities."""
+    tokens, logprobs = report.tokens[row], report.logprobs[row]
+    # A beam search, or an interrupted reader that left a report unread.
+    if count > STEPS_PER_DISPATCH:
+        length = int(report.num_tokens[row])
+        tokens, logprobs = (np.asarray(x[row])[:length] for x in (seqs.tokens, seqs.logprobs))
+    start = len(tokens) - count
+    return tokens[start:].tolist(), logprobs[start:].tolist()
+
+
+def check_like(params: Any, old: Any) -> None:
+    """Raise ConfigError naming the first param that differs in place, shape or dtype."""
+    new, was = (dict(jax.tree.leaves_with_path(tree)) for tree in (params, old))
+    for path in [*was, *new]:
+        name = jax.tree_util.keystr(path)
+        if path not in new or path not in was:
+            problem = "is missing" if path in was else "is not of this model"
+            raise ConfigError(f"params{name}: {problem}")
+        shapes = [f"{jnp.result_type(x)}{list(np.shape(x))}" for x in (new[path], was[path])]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(f"params{name}: {shapes[0]}; the model has {shapes[1]}")

@@ -1,0 +1,245 @@
+"""The arguments of `generate`: checked, and sorted into what is static and what is not."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, struct
+from jax.core import Tracer
+from jaxtyping import Array, Int, Key, Shaped, UInt
+
+from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.checks import MOST, check_int
+from paged_jax.config import CacheConfig, EngineConfig
+from paged_jax.engine.requests import max_blocks
+from paged_jax.errors import ConfigError, InvalidRequestError
+from paged_jax.sampling.parameters import PARAMETERS, Parameter, check_ids
+
+MAX_RUNNING = 64  # sequences running at once, where the caller does not say
+MAX_TOKENS_A_STEP = 512
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is static in a call of `generate`.
+
+    Attributes:
+        is_roomy: whether the pool is to be large enough that nothing is preempted. Its
+            `config.num_blocks` then means nothing: it takes the model to know them.
+    """
+
+    config: EngineConfig
+    is_roomy: bool
+    stop_ids: tuple[int, ...]
+    num_samples: int
+
+
+class Prompts(struct.PyTreeNode):
+    """What is traced: B prompts of up to P tokens.
+
+    Attributes:
+        limits: new tokens of each prompt at most.
+        filters: an array for each name of `sampling.parameters.PARAMETERS`.
+    """
+
+    tokens: Int[Array, "B P"]
+    lens: Int[Array, "B"]
+    key: Key[Array, ""] | UInt[Array, "words"]
+    limits: Int[Array, "B"]
+    filters: dict[str, Shaped[Array, "B"]]
+
+
+def check_arguments(
+    graphdef: Any,
+    params: Any,
+    prompts: Any,
+    prompt_lens: Any,
+    key: Any,
+    *,
+    max_new_tokens: Any,
+    num_samples: Any,
+    filters: Mapping[str, Any],
+    stop_ids: Mapping[str, Any],
+    block_size: Any,
+    num_blocks: Any,
+    max_num_seqs: Any,
+    max_num_batched_tokens: Any,
+    cache: Any,
+) -> tuple[Sizes, Prompts]:
+    """Return the arguments of `generate`, which has the same names, static and traced.
+
+    Raises ConfigError for sizes and InvalidRequestError for parameters.
+    """
+    _check_model(graphdef, params)
+    tokens, lens = _check_prompts(prompts, prompt_lens)
+    _check_key(key)
+    batch, length = tokens.shape
+    error = InvalidRequestError
+    num_samples = check_int("num_samples", num_samples, 1, error=error)
+    limits = _check_limits(max_new_tokens, batch)
+    stops = tuple(token for name, ids in stop_ids.items() for token in check_ids(name, ids))
+    rows = batch * num_samples
+    running = MAX_RUNNING
+    if max_num_seqs is not None:
+        running = check_int("max_num_seqs", max_num_seqs, 1, error=error)
+    running = min(running, rows)
+    budget = max_num_batched_tokens
+    if budget is None:
+        budget = max(running, min(MAX_TOKENS_A_STEP, running * length))
+    is_roomy = num_blocks is None and cache is None
+    if cache is not None:
+        if not isinstance(cache, PagedCache):
+            raise ConfigError(f"cache={cache!r:.80}: a PagedCache of `init_cache` is needed")
+        num_blocks, block_size = cache.config.num_blocks, cache.config.block_size
+    config = EngineConfig(
+        num_blocks=2 if num_blocks is None else num_blocks,
+        max_model_len=length + int(limits.max()),
+        max_num_seqs=running,
+        max_num_batched_tokens=budget,
+        num_rows=rows,
+        block_size=block_size,
+        max_stop_ids=max(len(stops), 1),
+    )
+    values = {p.name: _per_prompt(p, filters[p.name], batch) for p in PARAMETERS}
+    arrays = Prompts(tokens, lens, jnp.asarray(key), jnp.asarray(limits), values)
+    return Sizes(config, is_roomy, stops, num_samples), arrays
+
+
+def check_fits(
+    config: EngineConfig,
+    needed: CacheConfig,
+    model: Any,
+    stop_ids: tuple[int, ...],
+    cache: PagedCache | None,
+) -> None:
+    """Raise where the sizes do not fit the model, the pool, or the cache that was passed."""
+    if config.max_model_len > model.max_model_len:
+        raise ConfigError(
+            f"max_new_tokens: with prompts {config.max_model_len} tokens; the model was made for "
+            f"{model.max_model_len} at most"
+        )
+    need = max_blocks(needed, config.max_model_len, config.max_num_batched_tokens)
+    if need > config.num_blocks - 1:
+        raise ConfigError(
+            f"num_blocks={config.num_blocks}: a row of {config.max_model_len} tokens (the prompts' "
+            f"width and max_new_tokens) needs up to {need} blocks of {config.block_size} besides "
+            "the null block"
+        )
+    for token in stop_ids:
+        if token >= model.vocab_size:
+            raise InvalidRequestError(
+                f"eos_ids, stop_ids: {token} is outside the vocabulary of {model.vocab_size}"
+            )
+    if cache is not None:
+        _check_pages(cache.config, needed)
+
+
+def _check_pages(given: CacheConfig, needed: CacheConfig) -> None:
+    """Raise ConfigError where a cache has other pages than the model needs."""
+
+    def pages(config):
+        sizes = (config.num_blocks, config.block_size, config.num_kv_heads, config.head_dim)
+        return f"{config.num_layers} of {sizes} {config.dtype}"
+
+    if pages(given) != pages(needed) or given.groups != needed.groups:
+        raise ConfigError(
+            f"cache: pages {pages(given)}, groups {given.groups}; the model needs {pages(needed)}, "
+            f"groups {needed.groups}: `init_cache(CacheConfig.for_decoder(model, ...))`"
+        )
+
+
+def _check_model(graphdef: object, params: object) -> None:
+    is_split = isinstance(graphdef, nnx.GraphDef)
+    if not is_split or isinstance(params, nnx.Module | nnx.GraphDef):
+        raise ConfigError(
+            f"graphdef, params: a {type(graphdef).__name__} and a {type(params).__name__}; pass "
+            "`graphdef, params = nnx.split(model)`, in that order"
+        )
+
+
+def _check_prompts(prompts: Any, prompt_lens: Any) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
+    tokens, lens = _to_ids("prompts", prompts), _to_ids("prompt_lens", prompt_lens)
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or 0 in tokens.shape:
+        raise ConfigError(
+            f"prompts: shape {tokens.shape} of {tokens.dtype}; int token ids [B, P] are needed"
+        )
+    batch = tokens.shape[0]
+    if lens.shape != (batch,) or not jnp.issubdtype(lens.dtype, jnp.integer):
+        raise ConfigError(
+            f"prompt_lens: shape {lens.shape} of {lens.dtype}; int32 [{batch}] is needed"
+        )
+    # A narrow dtype could not be compared with the vocabulary.
+    return tokens.astype(jnp.int32), lens.astype(jnp.int32)
+
+
+def _to_ids(name: str, values: Any) -> Array:
+    """Return an array. What does not fit 32 bits is clamped to an id of no vocabulary."""
+    if not isinstance(values, jax.Array):
+        try:
+            values = np.asarray(values)
+        except ValueError as error:
+            raise ConfigError(
+                f"{name}={values!r:.80}: rows of one length are needed, padded where shorter"
+            ) from error
+        if not np.issubdtype(values.dtype, np.number):
+            raise ConfigError(
+                f"{name}={values!r:.80}: int token ids and lengths are needed, not {values.dtype}"
+            )
+        if values.dtype in (np.int64, np.uint64, np.uint32):
+            least = -(2**31) if values.dtype == np.int64 else 0
+            values = np.clip(values, least, 2**31 - 1).astype(np.int32)
+    return jnp.asarray(values)
+
+
+def _check_key(key: Any) -> None:
+    is_key = isinstance(key, jax.Array | np.ndarray)
+    if is_key and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        is_key = key.ndim == 0
+    elif is_key:
+        is_key = key.dtype == jnp.uint32 and key.ndim == 1
+    if not is_key:
+        raise InvalidRequestError(
+            f"key={key!r:.80}: a key of jax.random is needed, `jax.random.key(0)`"
+        )
+
+
+def _check_limits(max_new_tokens: Any, batch: int) -> np.ndarray:
+    name = "max_new_tokens"
+    if isinstance(max_new_tokens, Tracer):
+        raise ConfigError(
+            f"{name}: is traced; its greatest is a shape, so pass an int, a list or a numpy array"
+        )
+    try:
+        limits = np.asarray(max_new_tokens)
+    except ValueError as error:  # rows of several lengths
+        raise InvalidRequestError(f"{name}={max_new_tokens!r:.80}: ints are needed") from error
+    if not np.issubdtype(limits.dtype, np.integer) or limits.shape not in ((), (batch,)):
+        raise InvalidRequestError(
+            f"{name}={max_new_tokens!r:.80}: an int, or one for each of {batch} prompts, is needed"
+        )
+    if limits.min() < 1 or limits.max() > MOST:
+        raise InvalidRequestError(f"{name}={max_new_tokens!r:.80}: must be from 1 to {MOST}")
+    return np.broadcast_to(limits, (batch,)).astype(np.int32)
+
+
+def _per_prompt(parameter: Parameter, value: Any, batch: int) -> Shaped[Array, "B"]:
+    """Return one value of a sampling parameter for each prompt, checked where it is concrete."""
+    name = parameter.name
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequestError(f"{name}={value!r:.80}: numbers are needed") from error
+    is_int, is_float = (jnp.issubdtype(array.dtype, kind) for kind in (jnp.integer, jnp.floating))
+    if not (is_int or (is_float and not parameter.is_int)):
+        kind = "ints are" if parameter.is_int else "real numbers are"
+        raise InvalidRequestError(f"{name}: {array.dtype}; {kind} needed")
+    if array.shape not in ((), (batch,)):
+        raise InvalidRequestError(
+            f"{name}: shape {array.shape}; one value, or one for each of {batch} prompts, is needed"
+        )
+    if not isinstance(array, Tracer) and not np.all(parameter.accepts(np.asarray(array))):
+        raise InvalidRequestError(f"{name}={value!r:.80}: must be {parameter.accepted}")
+    return jnp.broadcast_to(array, (batch,))

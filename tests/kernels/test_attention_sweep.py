@@ -1,7 +1,7 @@
 """Attention against the reference, over head sizes, page sizes, groups, options and dtypes."""
 
 import pytest
-from cases import INTERPRETED, Heads, assert_matches, attend, covers, each, expected, make_batch
+from cases import Heads, assert_matches, attend, covers, each, expected, make_batch
 from jax.experimental import pallas as pl
 
 pytestmark = pytest.mark.slow
@@ -10,13 +10,12 @@ pytestmark = pytest.mark.slow
 def sweep(heads, mosaic=(), triton=()):
     """Run `heads` on every form but Mosaic, whose interpreter is slow, and those of one kernel.
 
-    `make test` has the first case of an interpreted kernel, and the first two of XLA's forms.
+    `make test` has the first case of each form.
     """
     listed = {"cpu": heads, "gpu": heads, "triton": [*heads, *triton], "mosaic_gpu": mosaic}
     pairs = [(form, case) for form, cases in listed.items() for case in cases]
     assert all(covers(form, case) for form, case in pairs)
-    first = {form: cases[: 1 if form in INTERPRETED else 2] for form, cases in listed.items()}
-    return each("form, heads", pairs, in_sweep=lambda form, case: case not in first[form])
+    return each("form, heads", pairs, in_sweep=lambda form, case: case not in listed[form][:1])
 
 
 # Each value of each parameter at least once, and each option with more than one shape: pairs, not

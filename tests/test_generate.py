@@ -235,6 +235,7 @@ def test_sharded_params_give_the_same_tokens(axis_type, num_kv_heads):
     np.testing.assert_allclose(out.logprobs, want.logprobs, atol=1e-5)
 
 
+@pytest.mark.usefixtures("no_annotation_checks")
 def test_misuse_is_answered_by_name():
     graphdef, params = nnx.split(TOY)
     prompts, lens = pad(random_prompts(8, [3, 4]))

@@ -57,6 +57,7 @@ def test_a_single_prompt_needs_no_list(llm):
         ]
 
 
+@pytest.mark.usefixtures("no_annotation_checks")
 def test_a_bad_prompt_in_a_list_is_told_of_and_the_others_are_served(llm):
     good = random_prompts(2, [3, 5])
     with pytest.warns(UserWarning, match=r"prompts\[1\] is not served: prompt\[0\]=97"):
@@ -123,6 +124,7 @@ def test_samples_and_beams_come_in_order_beside_other_prompts(llm):
     assert not llm.engine.has_unfinished()
 
 
+@pytest.mark.usefixtures("no_annotation_checks")
 def test_what_was_computed_is_found_again_until_salt_params_or_a_reset_say_otherwise(llm):
     (prompt,) = random_prompts(21, [13])
 
@@ -144,6 +146,7 @@ def test_what_was_computed_is_found_again_until_salt_params_or_a_reset_say_other
         llm.update_params({"more": np.zeros(2)})
 
 
+@pytest.mark.usefixtures("no_annotation_checks")
 @pytest.mark.parametrize(
     "messages", [5, "hello", [], [[]], [5], [{"role": "user"}], [[{"role": "user", "content": 3}]]]
 )

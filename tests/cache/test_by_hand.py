@@ -248,6 +248,7 @@ def test_counts_of_another_number_than_the_rows_are_refused():
 WRONG = [None, "a", 1.5, True, [], [[1]], 2**40, np.array([2**32])]
 
 
+@pytest.mark.usefixtures("no_annotation_checks")
 @pytest.mark.parametrize("value", WRONG, ids=str)
 def test_what_is_no_row_is_refused_before_anything_is_cast(value):
     cache = init_cache(FULL)
@@ -261,6 +262,7 @@ def test_what_is_no_row_is_refused_before_anything_is_cast(value):
             call()
 
 
+@pytest.mark.usefixtures("no_annotation_checks")
 def test_counts_that_no_pool_has_do_not_wrap():
     cache = init_cache(FULL)
     for most in (2**31 - 3, 2**31 - 1, 2**32 + 1, 2**40):
@@ -294,6 +296,7 @@ def test_traced_rows_and_counts_are_not_ok_where_concrete_ones_are_refused():
     assert children(np.array([1, 2]))[1] and not children(np.array([1, 1]))[1]
 
 
+@pytest.mark.usefixtures("no_annotation_checks")
 @pytest.mark.parametrize("cache", [None, 3, FULL], ids=str)
 def test_what_is_no_cache_is_refused(cache):
     for call in (

@@ -101,6 +101,7 @@ def test_stop_tokens_and_end_of_text(engine):
     engine.eos_token_ids = ()
 
 
+@pytest.mark.usefixtures("no_annotation_checks")
 @pytest.mark.parametrize(
     ("prompt", "params", "says"),
     [
@@ -147,6 +148,7 @@ def test_prompts_may_be_arrays_of_numpy_and_jax_but_of_one_dimension(engine):
         engine.add_request(np.array(5))
 
 
+@pytest.mark.usefixtures("no_annotation_checks")
 def test_wrong_arguments_of_the_engine_itself_are_named(engine):
     graphdef, params = nnx.split(MODEL)
     for args in ((MODEL, params, engine.config), (graphdef, params, None)):

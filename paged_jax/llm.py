@@ -179,7 +179,7 @@ class LLM:
         """Forget all cached contents. False, and nothing is changed, while requests run."""
         return self.engine.reset_prefix_cache()
 
-    # ---------------------------------------------------------------- behind the doors
+    # ---------------------------------------------------------------- requests
 
     def _generate(
         self,
@@ -222,10 +222,10 @@ class LLM:
         return [output for output in outputs if output is not None]
 
     def _updates(self, request_ids: list[str], steps: int = STEPS_PER_DISPATCH) -> Iterator[Update]:
-        """Yield the news of these requests until all have ended.
+        """Yield the updates of these requests until all have ended.
 
-        While one dispatch is read, the next is under way. Other requests' news stays in their
-        mailboxes.
+        While one dispatch is read, the next is under way. Other requests' updates stay in
+        their mailboxes.
         """
         engine, open_ids, is_first = self.engine, dict.fromkeys(request_ids), True
         try:

@@ -76,17 +76,17 @@ def _check_tables(tables: BlockTables) -> list[str]:
             continue
         if np.any(entries[count:] != 0):
             faults.append(f"{where}: entries past its {count} blocks are not null")
-        named = entries[entries != 0]
-        if len(set(named.tolist())) < len(named):
+        blocks = entries[entries != 0]
+        if len(set(blocks.tolist())) < len(blocks):
             faults.append(f"{where}: names a block twice")
     return faults
 
 
 def _check_counts(pool: Any, tables: BlockTables) -> list[str]:
-    named = tables.blocks[tables.blocks != 0]
-    if np.any((named < 0) | (named >= pool.num_blocks)):
+    blocks = tables.blocks[tables.blocks != 0]
+    if np.any((blocks < 0) | (blocks >= pool.num_blocks)):
         return [f"tables: name blocks outside 0 to {pool.num_blocks - 1}"]
-    counts = np.bincount(named, minlength=pool.num_blocks)
+    counts = np.bincount(blocks, minlength=pool.num_blocks)
     return [
         f"block {block}: reference count {pool.ref_count[block]}, {counts[block]} table entries "
         "name it"

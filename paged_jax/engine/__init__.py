@@ -4,7 +4,7 @@ step        the engine's state, one step, and a run of many
 counters    what happened since the state was made
 requests    requests, checked and laid out as rows
 report      what the host learns of a dispatch
-mailbox     news of each request, until it is taken
-engine      requests in, news out, between dispatches
+mailbox     updates of each request, until they are taken
+engine      requests in, updates out, between dispatches
 integrity   the public checker of a cache or an engine
 """

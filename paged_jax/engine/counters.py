@@ -61,10 +61,10 @@ def init_counters() -> Counters:
     )
 
 
-def add_totals(counters: Counters, **news: Int[Array, ""]) -> Counters:
+def add_totals(counters: Counters, **counts: Int[Array, ""]) -> Counters:
     """Add to the totals of those names."""
-    at = jnp.asarray([TOTALS.index(name) for name in news])
-    totals = counters.totals.at[at].add(jnp.stack([*news.values()]))
+    at = jnp.asarray([TOTALS.index(name) for name in counts])
+    totals = counters.totals.at[at].add(jnp.stack([*counts.values()]))
     return counters.replace(totals=totals)
 
 

@@ -1,4 +1,4 @@
-"""The programs that an engine dispatches, and the news in what they report."""
+"""The programs that an engine dispatches, and the updates in what they report."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ def _set_roots(state: EngineState, roots: Int[Array, "R"]) -> EngineState:
 
 
 def read_update(report: Report, row: int, output: Output, seqs: Sequences) -> Update | None:
-    """Return the news of one row's output since the last call, None where there is none.
+    """Return what is new of one row's output since the last call, None where nothing is.
 
     `seqs` are the newest rows: they have what is too long for a report.
     """

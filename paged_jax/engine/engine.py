@@ -5,7 +5,7 @@
 
 A dispatch runs many steps. It returns the new state, which is donated from one dispatch to the
 next, and a small report: status, counts and the newest tokens of each row. The report's arrays are
-its own, so reading them stalls nothing. Its news is filed by request: whoever collects a dispatch,
+its own, so reading them stalls nothing. Updates are filed by request: whoever collects a dispatch,
 each reader finds its own.
 """
 
@@ -38,7 +38,7 @@ class Engine:
     """Continuous batching over a decoder.
 
     Add requests at any time, call `step()` or `run(max_steps)` until none is unfinished, and
-    `take(request_id)` their news.
+    `take(request_id)` their updates.
 
     `state` is the device's side, a pytree. Saved, it can be inspected, or continued with
     `paged_jax.engine.step.run`. An engine cannot serve the rows of a state that is put in from
@@ -114,7 +114,7 @@ class Engine:
         beam search, and one wider than any before, makes the engine compile once more.
 
         Raises InvalidRequestError for a prompt or parameters that cannot be served, or an id that
-        is in use. An id is free again when the last news of its request has been taken.
+        is in use. An id is free again when the last update of its request has been taken.
         """
         while request_id is None:
             name, self._num_added = f"request-{self._num_added}", self._num_added + 1
@@ -161,7 +161,8 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state; False if there is no such unfinished request.
 
-        Its last news has the reason "abort". A running request's comes with the next dispatch.
+        Its last updates have the reason "abort". Those of a running request come with the next
+        dispatch.
         """
         request = self._live.get(request_id) if isinstance(request_id, str) else None
         if request is None:
@@ -178,13 +179,13 @@ class Engine:
         return True
 
     def take(self, request_id: str) -> list[Update]:
-        """Return a request's news since the last call, one update for each output that has some.
+        """Return a request's updates since the last call, one for each output that has some.
 
         Raises InvalidRequestError for an id that is not in use.
         """
         if not isinstance(request_id, str) or not self._is_in_use(request_id):
             raise InvalidRequestError(
-                f"request_id={request_id!r}: is not in use; a request's last news is taken once"
+                f"request_id={request_id!r}: is not in use; a request's last updates are taken once"
             )
         return take(self._mail, request_id)
 
@@ -198,7 +199,7 @@ class Engine:
         return self._live[request_id].num_outputs
 
     def is_finished(self, request_id: str) -> bool:
-        """Return whether all outputs of a request have ended. Some of its news may not be taken."""
+        """Return whether all outputs of a request have ended. Updates may still be there."""
         return request_id not in self._live
 
     def has_unfinished(self) -> bool:
@@ -257,7 +258,7 @@ class Engine:
         return self.run(1)
 
     def run(self, max_steps: int) -> list[str]:
-        """Run up to `max_steps` decoding steps and return the ids of the requests with news.
+        """Run up to `max_steps` decoding steps and return the ids of the requests with updates.
 
         Raises NoProgressError when requests wait, none runs and none can be admitted.
         """
@@ -270,7 +271,7 @@ class Engine:
         return list(self._mail)
 
     def advance(self, max_steps: int = STEPS_PER_DISPATCH) -> None:
-        """Start a dispatch, and file the news of the one before it while the device works."""
+        """Start a dispatch, and file the updates of the one before it while the device works."""
         self.dispatch(max_steps)
         while len(self._flying) > 1:
             self.collect()
@@ -286,7 +287,7 @@ class Engine:
         self._flying.append(Dispatch(report, dict(self._outputs), max_steps))
 
     def collect(self) -> None:
-        """Wait for the oldest dispatch and file its news; does nothing where none is on its way."""
+        """Wait for the oldest dispatch and file its updates, if there is one."""
         if not self._flying:
             return
         dispatch = self._flying.popleft()

@@ -1,4 +1,4 @@
-"""What the host learns of a dispatch, and the news of each request in it."""
+"""What the host learns of a dispatch, and the update of each output in it."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class Report(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class Update:
-    """News of one output of a request: the tokens since the last news, and at the end why it ended.
+    """The tokens of one output since its last update, and at the end why it ended.
 
     The outputs of a beam search come whole, when all have ended, the best first.
 
@@ -69,7 +69,7 @@ def make_report(state: EngineState, steps: Int[Array, ""]) -> Report:
 
 
 def join(first: Update, then: Update) -> Update:
-    """Return the news of two dispatches about one output as one."""
+    """Return two updates of one output as one."""
     return Update(
         first.request_id,
         first.token_ids + then.token_ids,

@@ -80,7 +80,7 @@ def _sample_any(
     temperature = rows.parameters["temperature"]
     is_warm = temperature > 0
     # Subtract the maximum first: a quotient could pass float32. The barrier: thresholds are
-    # compared with these very values. XLA must not compute them again, in another order, at their use.
+    # compared with these very values. XLA must not recompute them, in another order, at their use.
     centred = logits - jnp.max(logits, axis=1, keepdims=True)
     scaled = centred / jnp.where(is_warm, temperature, 1)[:, None]
     scaled = jax.lax.optimization_barrier(scaled)

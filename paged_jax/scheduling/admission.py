@@ -82,7 +82,7 @@ def may_admit(
     """Return whether to attempt to admit the head. Cheap: every step asks.
 
     `take` is the tokens that each running place computes in this step, `num_free` the blocks that
-    no running row needs. A head that did not fit is tried again when more blocks are free than
+    no running row needs. A head that did not fit is retried when more blocks are free than
     then, or enough for all of it. A further sample waits for the one that computes its prompt.
     """
     row = waiting_order.first(seqs.waiting)

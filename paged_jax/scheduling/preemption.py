@@ -3,8 +3,8 @@
     running 4 7 2 9, of which 7 has finished     -> release 7, then 4 2 9
     blocks of the others do not suffice          -> preempt 9: it waits at the head, then 4 2
 
-Preemption recomputes: a victim starts again from its first token, with what the prefix directory
-still knows of it. Of a beam group all rows are preempted, one after another.
+Preemption recomputes: a victim restarts from its first token, with what the prefix directory
+still holds of it. Of a beam group all rows are preempted, one after another.
 """
 
 import jax
@@ -83,7 +83,7 @@ def _release_places(
 
 
 def _requeue(plan: StepPlan, victim: Int[Array, ""], is_preempted: Bool[Array, ""]) -> StepPlan:
-    """Put a preempted row (R for none) at the head of the waiting order, to be computed again."""
+    """Put a preempted row (R for none) at the head of the waiting order, to be recomputed."""
     seqs = plan.seqs
     seqs = seqs.replace(
         num_computed=seqs.num_computed.at[victim].set(0, mode="drop"),

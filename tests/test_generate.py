@@ -7,7 +7,15 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from paged_jax import CacheConfig, ConfigError, InvalidRequestError, generate, init_cache
+from paged_jax import (
+    CacheConfig,
+    ConfigError,
+    InvalidRequestError,
+    allocate_slots,
+    check_integrity,
+    generate,
+    init_cache,
+)
 from paged_jax.generate import _generate
 from paged_jax.kv_group import FullAttention
 from paged_jax.models import Llama, LlamaConfig
@@ -28,27 +36,28 @@ LLAMA = LlamaConfig(
 )
 
 
-def pad(prompts, width=None):
+def pad(prompts, width=9):
+    """Prompts as rows of one width, and their lengths: few shapes to compile."""
     lens = np.array([len(p) for p in prompts])
-    out = np.zeros((len(prompts), width or max(lens.max(), 1)), np.int32)
+    out = np.zeros((len(prompts), width), np.int32)
     for i, prompt in enumerate(prompts):
         out[i, : len(prompt)] = prompt
     return out, lens
 
 
-def test_more_prompts_than_run_at_once_in_one_call_with_a_limit_each():
+# Six prompts of up to nine tokens, and up to ten new ones of each: what differs only in values is
+# compiled once.
+GREEDY = dict(max_new_tokens=10, temperature=0.0, block_size=4, max_num_batched_tokens=6)
+
+
+def call(prompts, lens, **options):
+    return generate(*nnx.split(TOY), prompts, lens, KEY, **(GREEDY | options))
+
+
+def test_more_prompts_than_run_at_once_in_a_small_pool_with_a_limit_each():
     prompts = random_prompts(0, [3, 7, 5, 1, 9, 2])
     limits = [5, 6, 7, 8, 9, 10]
-    out = generate(
-        *nnx.split(TOY),
-        *pad(prompts),
-        KEY,
-        max_new_tokens=limits,
-        temperature=0.0,
-        max_num_seqs=2,
-        block_size=4,
-        max_num_batched_tokens=8,
-    )
+    out = call(*pad(prompts), max_new_tokens=limits, max_num_seqs=3, num_blocks=7)
     assert out.tokens.shape == (6, 1, 10)
     for i, prompt in enumerate(prompts):
         want = TOY.continuation(prompt, limits[i])
@@ -56,69 +65,52 @@ def test_more_prompts_than_run_at_once_in_one_call_with_a_limit_each():
         assert out.logprobs[i, 0, limits[i] :].tolist() == [0] * (10 - limits[i])
     assert out.lengths[:, 0].tolist() == limits
     assert out.finish_reason[:, 0].tolist() == [LENGTH] * 6
-    assert int(out.stats.peak_running) == 2
+    assert int(out.stats.peak_running) == 3 and int(out.stats.preemptions) > 0
     assert out.cache is None
-
-
-def test_a_pool_too_small_for_all_gives_the_same_tokens():
-    prompts = random_prompts(1, [3, 7, 5, 9])
-    options = dict(
-        max_new_tokens=12, temperature=0.0, block_size=4, max_num_batched_tokens=4
-    )  # one width
-    roomy = generate(*nnx.split(TOY), *pad(prompts), KEY, **options)
-    tight = generate(*nnx.split(TOY), *pad(prompts), KEY, num_blocks=9, **options)
-    assert int(tight.stats.preemptions) > 0 and int(roomy.stats.preemptions) == 0
-    np.testing.assert_array_equal(tight.tokens, roomy.tokens)
+    roomy = call(*pad(prompts), max_new_tokens=limits)
+    np.testing.assert_array_equal(roomy.tokens, out.tokens)
+    assert int(roomy.stats.peak_running) > 3 and int(roomy.stats.preemptions) == 0
 
 
 def test_bad_rows_end_alone():
-    prompts, lens = pad(random_prompts(2, [3, 4, 5, 6, 7]), width=8)
-    lens[0], lens[2] = 0, 9
+    prompts, lens = pad(random_prompts(2, [3, 4, 5, 6, 7, 8]))
+    lens[0], lens[2] = 0, 10
     prompts = prompts.astype(np.int64)
     prompts[3, 2] = 97
     prompts[1, 0], lens[1] = 2**32 + 5, 4  # would be 5 in 32 bits
-    prompts[4, 7] = 97  # behind the prompt's end: padding may be anything
-    out = generate(
-        *nnx.split(TOY), prompts, lens, KEY, max_new_tokens=4, temperature=0.0, block_size=4
-    )
-    assert out.finish_reason[:, 0].tolist() == [INVALID, INVALID, INVALID, INVALID, LENGTH]
-    assert out.lengths[:, 0].tolist() == [0, 0, 0, 0, 4]
-    assert out.tokens[4, 0].tolist() == TOY.continuation(prompts[4, : lens[4]].tolist(), 4)
+    prompts[4, 8] = 97  # behind the prompt's end: padding may be anything
+    out = call(prompts, lens)
+    assert out.finish_reason[:, 0].tolist() == [INVALID] * 4 + [LENGTH] * 2
+    assert out.lengths[:, 0].tolist() == [0, 0, 0, 0, 10, 10]
+    for row in (4, 5):
+        want = TOY.continuation(prompts[row, : lens[row]].tolist(), 10)
+        assert out.tokens[row, 0].tolist() == want
 
 
 def test_stop_ids_end_a_sample_and_stay_in_it():
-    (prompt,) = random_prompts(3, [5])
-    whole = TOY.continuation(prompt, 8)
+    prompts = random_prompts(3, [5] * 6)
+    whole = TOY.continuation(prompts[0], 10)
     at = whole.index(whole[3])
     for ids in ({"stop_ids": (whole[3],)}, {"eos_ids": (whole[3],)}):
-        out = generate(
-            *nnx.split(TOY),
-            *pad([prompt]),
-            KEY,
-            max_new_tokens=8,
-            temperature=0.0,
-            block_size=4,
-            **ids,
-        )
+        out = call(*pad(prompts), **ids)
         assert out.tokens[0, 0, : at + 1].tolist() == whole[: at + 1]
         assert int(out.lengths[0, 0]) == at + 1 and int(out.finish_reason[0, 0]) == STOP
 
 
 def test_a_cache_is_handed_from_call_to_call_and_keeps_the_callers_rows():
-    prompts = pad(random_prompts(4, [3, 7, 5]))
-    config = CacheConfig.for_decoder(TOY, num_blocks=12, block_size=4)
-    options = dict(max_new_tokens=5, temperature=0.0, max_num_batched_tokens=3)
-    want = generate(*nnx.split(TOY), *prompts, KEY, block_size=4, **options).tokens
-    cache = init_cache(config)
+    prompts = pad(random_prompts(4, [3, 7, 5, 4, 9, 1]))
+    want = call(*prompts).tokens
+    cache = init_cache(CacheConfig.for_decoder(TOY, num_blocks=32, block_size=4, num_rows=2))
+    cache, _ = allocate_slots(cache, 1, 4)
     for _ in range(2):
-        out = generate(*nnx.split(TOY), *prompts, KEY, cache=cache, **options)
+        out = call(*prompts, cache=cache)
         np.testing.assert_array_equal(out.tokens, want)
         cache = out.cache
-        assert int(cache.pool.num_free) == 11
+        assert int(cache.pool.num_free) == 30 and check_integrity(cache) == []
     # A cache in which too little is free: nothing is lost, the rows say that they did not finish.
     taken = cache.replace(pool=cache.pool.replace(num_free=jnp.int32(0), span=jnp.int32(0)))
-    out = generate(*nnx.split(TOY), *prompts, KEY, cache=taken, **options)
-    assert out.finish_reason[:, 0].tolist() == [NOT_FINISHED] * 3
+    out = call(*prompts, cache=taken)
+    assert out.finish_reason[:, 0].tolist() == [NOT_FINISHED] * 6
 
 
 def test_it_sits_inside_a_users_jit_and_traces_once_whatever_the_prompts():
@@ -128,37 +120,20 @@ def test_it_sits_inside_a_users_jit_and_traces_once_whatever_the_prompts():
     @jax.jit
     def program(params, prompts, lens, temperature, key):
         traces.append(1)
-        out = generate(
-            graphdef,
-            params,
-            prompts,
-            lens,
-            key,
-            max_new_tokens=4,
-            temperature=temperature,
-            block_size=4,
-        )
+        options = GREEDY | {"temperature": temperature}
+        out = generate(graphdef, params, prompts, lens, key, **options)
         return out.tokens.sum(), out.tokens
 
     for seed in range(3):
-        prompts, lens = pad(random_prompts(seed, [3, 4 + seed, 5]), width=8)
+        prompts, lens = pad(random_prompts(seed, [3, 4 + seed, 5, 1, 2, 9]))
         _, tokens = program(params, prompts, lens, 0.0, jax.random.key(seed))
-        assert tokens[1, 0].tolist() == TOY.continuation(prompts[1, : lens[1]].tolist(), 4)
+        assert tokens[1, 0].tolist() == TOY.continuation(prompts[1, : lens[1]].tolist(), 10)
     assert len(traces) == 1
+    call(*pad([[1]] * 6))
     before = _generate._cache_size()
     for seed in range(3):
-        prompts, lens = pad(random_prompts(seed, [3, 4 + seed, 5]), width=8)
-        generate(
-            graphdef,
-            params,
-            prompts,
-            lens,
-            jax.random.key(seed),
-            max_new_tokens=6,
-            top_k=seed,
-            block_size=4,
-        )
-    assert _generate._cache_size() == before + 1
+        call(*pad(random_prompts(seed, [3, 4 + seed, 5, 1, 2, 9])), top_k=seed)
+    assert _generate._cache_size() == before
 
 
 def llama(num_kv_heads=4):
@@ -207,14 +182,12 @@ def test_no_gradient_flows_into_the_params(sampled):
         (AxisType.Explicit, 2),
     ],  # 2 heads do not divide: they are replicated
 )
-def test_sharded_params_give_the_same_tokens(axis_type, num_kv_heads):
+def test_sharded_params_give_the_same_tokens(sampled, axis_type, num_kv_heads):
     assert jax.device_count() >= 4, "the tests' conftest asks for 4 virtual CPU devices"
     graphdef, params = llama(num_kv_heads)
-    prompts = pad(random_prompts(7, [3, 9, 1, 5, 7], vocab_size=128))
-    options = dict(
-        max_new_tokens=8, temperature=0.0, block_size=4, max_num_seqs=3, max_num_batched_tokens=3
-    )
-    want = generate(graphdef, params, *prompts, KEY, **options)
+    prompts, options, want = sampled
+    if num_kv_heads == 2:
+        want = generate(graphdef, params, *prompts, KEY, **options)
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(axis_type,), devices=jax.devices()[:4])
 
     def place(path, x):
@@ -238,34 +211,36 @@ def test_sharded_params_give_the_same_tokens(axis_type, num_kv_heads):
 @pytest.mark.usefixtures("no_annotation_checks")
 def test_misuse_is_answered_by_name():
     graphdef, params = nnx.split(TOY)
-    prompts, lens = pad(random_prompts(8, [3, 4]))
+    prompts, lens = pad(random_prompts(8, [3, 4]), width=4)
 
-    def call(error, says, *, module=None, prompts=prompts, lens=lens, **options):
+    def refuses(error, says, *, module=None, prompts=prompts, lens=lens, **options):
         options = {"max_new_tokens": 4, "block_size": 4, **options}
         with pytest.raises(error, match=says):
             generate(module or graphdef, params, prompts, lens, KEY, **options)
 
-    call(ConfigError, "nnx.split", module=TOY)
-    call(ConfigError, r"prompts: shape \(4,\)", prompts=prompts[0])
-    call(ConfigError, "prompts: .* float32", prompts=prompts.astype(np.float32))
-    call(ConfigError, r"prompt_lens: shape \(1,\)", lens=lens[:1])
-    call(ConfigError, "num_blocks=2: a row of 8 tokens .* needs up to 2 blocks of 4", num_blocks=2)
-    call(
+    refuses(ConfigError, "nnx.split", module=TOY)
+    refuses(ConfigError, r"prompts: shape \(4,\)", prompts=prompts[0])
+    refuses(ConfigError, "prompts: .* float32", prompts=prompts.astype(np.float32))
+    refuses(ConfigError, r"prompt_lens: shape \(1,\)", lens=lens[:1])
+    refuses(
+        ConfigError, "num_blocks=2: a row of 8 tokens .* needs up to 2 blocks of 4", num_blocks=2
+    )
+    refuses(
         ConfigError,
         "max_num_batched_tokens=1: must be at least max_num_seqs=2",
         max_num_batched_tokens=1,
     )
-    call(InvalidRequestError, "max_num_seqs=0", max_num_seqs=0)
-    call(InvalidRequestError, "max_new_tokens=0", max_new_tokens=0)
-    call(InvalidRequestError, "max_new_tokens=.*one for each of 2", max_new_tokens=[1, 2, 3])
-    call(ConfigError, "prompts=.*rows of one length", prompts=[[1, 2], [3]])
-    call(ConfigError, "prompts=.*int token ids", prompts=["hi", "you"])
-    call(
+    refuses(InvalidRequestError, "max_num_seqs=0", max_num_seqs=0)
+    refuses(InvalidRequestError, "max_new_tokens=0", max_new_tokens=0)
+    refuses(InvalidRequestError, "max_new_tokens=.*one for each of 2", max_new_tokens=[1, 2, 3])
+    refuses(ConfigError, "prompts=.*rows of one length", prompts=[[1, 2], [3]])
+    refuses(ConfigError, "prompts=.*int token ids", prompts=["hi", "you"])
+    refuses(
         ConfigError,
         "max_num_batched_tokens=1099511627776: must be at most",
         max_num_batched_tokens=2**40,
     )
-    call(ConfigError, "cache=3: a PagedCache", cache=3)
+    refuses(ConfigError, "cache=3: a PagedCache", cache=3)
     for key in (0, None, jax.random.split(KEY)):
         with pytest.raises(InvalidRequestError, match="key="):
             generate(graphdef, params, prompts, lens, key, max_new_tokens=4)
@@ -273,26 +248,26 @@ def test_misuse_is_answered_by_name():
         with pytest.raises(ConfigError, match="graphdef, params: a "):
             generate(*swapped, prompts, lens, KEY, max_new_tokens=4)
     for most in (2**33, [4, 2**32 + 1]):
-        call(InvalidRequestError, "max_new_tokens=.*: must be from 1 to", max_new_tokens=most)
+        refuses(InvalidRequestError, "max_new_tokens=.*: must be from 1 to", max_new_tokens=most)
     for hot in (-1.0, 1e39, float("inf"), float("nan")):
-        call(InvalidRequestError, "temperature=.*: must be from 0 to 1e", temperature=hot)
+        refuses(InvalidRequestError, "temperature=.*: must be from 0 to 1e", temperature=hot)
     for wrong in ("a", None, 1j, True):
-        call(InvalidRequestError, "temperature", temperature=wrong)
+        refuses(InvalidRequestError, "temperature", temperature=wrong)
     for wrong in (1.5, 2**40, True, "a"):
-        call(InvalidRequestError, "top_k", top_k=wrong)
+        refuses(InvalidRequestError, "top_k", top_k=wrong)
     for name in ("eos_ids", "stop_ids"):
-        call(InvalidRequestError, f"{name}=5: a sequence of token ids", **{name: 5})
-    call(InvalidRequestError, r"top_p=\[0.5, 0\]: must be in \(0, 1\]", top_p=[0.5, 0])
-    call(InvalidRequestError, r"min_p: shape \(3,\)", min_p=[0.1] * 3)
-    call(InvalidRequestError, "97 is outside the vocabulary of 97", stop_ids=(97,))
-    call(InvalidRequestError, "num_samples=0", num_samples=0)
-    call(
+        refuses(InvalidRequestError, f"{name}=5: a sequence of token ids", **{name: 5})
+    refuses(InvalidRequestError, r"top_p=\[0.5, 0\]: must be in \(0, 1\]", top_p=[0.5, 0])
+    refuses(InvalidRequestError, r"min_p: shape \(3,\)", min_p=[0.1] * 3)
+    refuses(InvalidRequestError, "97 is outside the vocabulary of 97", stop_ids=(97,))
+    refuses(InvalidRequestError, "num_samples=0", num_samples=0)
+    refuses(
         ConfigError,
         "max_new_tokens: with prompts 65 tokens; the model was made for 64",
         max_new_tokens=61,
     )
     bad = init_cache(CacheConfig(9, 1, 1, groups=(FullAttention(2),), num_kv_heads=3))
-    call(ConfigError, "cache: pages 2 of .* the model needs 1 of", cache=bad)
-    call(ConfigError, "cache: pages 0 of", cache=init_cache(CacheConfig(9, 1, 1)))
+    refuses(ConfigError, "cache: pages 2 of .* the model needs 1 of", cache=bad)
+    refuses(ConfigError, "cache: pages 0 of", cache=init_cache(CacheConfig(9, 1, 1)))
     with pytest.raises(ConfigError, match="max_new_tokens: is traced"):
         jax.jit(lambda n: generate(graphdef, params, prompts, lens, KEY, max_new_tokens=n))(4)

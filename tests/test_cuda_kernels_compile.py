@@ -1,8 +1,11 @@
-"""The attention kernels, and the writes they read, compiled to machine code without a GPU: no spills, shared memory, no copy.
+"""The attention kernels and the writes of pages, compiled to machine code without a GPU.
 
-For an H200 every combination of head_dim, page size, query heads to a KV head and dtype that the two kernels are for; for an A100
-and a B200, where the same Triton kernel is compiled by other code for other limits, every pair of head_dim and dtype, the rest in
-turn. Decode tiles and wide ones, and the options, alternate.
+What is checked: no register spills, shared memory suffices, no page array is copied.
+
+For an H200 there is every combination of head_dim, page size, query heads to a KV head and dtype
+that the two kernels cover. For an A100 and a B200 the same Triton kernel is compiled by other code
+for other limits: there is every pair of head_dim and dtype, and the rest in turn. Decode tiles and
+wide ones alternate, and so do the options.
 """
 
 import itertools
@@ -29,10 +32,8 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGES = (8, 16, 32, 64)
 GROUPS = (1, 4, 8)
 DTYPES = ("bfloat16", "float16", "float32", "float8", "narrow")
-FLOAT8 = [
-    ("bfloat16", "float8_e4m3fn", "token"),
-    ("bfloat16", "float8_e5m2", "tensor"),
-]  # of q, of the pages, scales
+# Dtype of q, dtype of the pages, scales.
+FLOAT8 = [("bfloat16", "float8_e4m3fn", "token"), ("bfloat16", "float8_e5m2", "tensor")]
 NARROW = [
     ("float16", "float8_e4m3fn", "tensor"),
     ("float16", "int8", "tensor"),
@@ -53,7 +54,7 @@ INDEX = ints((SEQS,)), ints((SEQS, WIDTH)), ints((SEQS + 1,)), ints(())
 def _arguments(
     number: int, head_dim: int, page: int, group: int, dtype: str, num_tokens: int | None = None
 ):
-    """(q, pages, pages, scales, scales) and options of the combination that stands at `number` of a list."""
+    """Return (q, pages, pages, scales, scales), and options, of combination `number` of a list."""
     kinds = {"float8": FLOAT8, "narrow": NARROW}.get(dtype, [(dtype, dtype, None)])
     q_dtype, kv_dtype, scaled = kinds[number % len(kinds)]
     num_tokens = num_tokens or (SEQS, 64)[(number + number // 4) % 2]
@@ -75,46 +76,44 @@ def _attend(arrays, index, *, sinks, **options):
     )
 
 
+def _attend_to_each(arrays, index, *, options, implementation):
+    return [
+        _attend(a, index, implementation=implementation, **o)
+        for a, o in zip(arrays, options, strict=True)
+    ]
+
+
+def _compile_calls(device: str, implementation: str, made, xla_options):
+    arrays, options = zip(*made, strict=True)
+    program = partial(_attend_to_each, options=options, implementation=implementation)
+    return cuda.compile_for(device, program, arrays, INDEX, options=xla_options)
+
+
 def _compile(device: str, implementation: str, combinations, options):
-    """One program with a kernel for each combination; where it does not compile, which of them do not."""
+    """Compile one program with a kernel for each combination.
+
+    Where that fails, each is compiled alone, and the first that fails is in the message.
+    """
     made = [_arguments(number, *c) for number, c in enumerate(combinations)]
-
-    def program(arrays, index, options):
-        return [
-            _attend(a, index, implementation=implementation, **o)
-            for a, o in zip(arrays, options, strict=True)
-        ]
-
-    def compile_these(made):
-        arrays, chosen = zip(*made, strict=True)
-        return cuda.compile_for(
-            device, partial(program, options=chosen), arrays, INDEX, options=options
-        )
-
     try:
-        return compile_these(made)
+        return _compile_calls(device, implementation, made, options)
     except Exception:
         for combination, one in zip(combinations, made, strict=True):
             try:
-                compile_these([one])
+                _compile_calls(device, implementation, [one], options)
             except Exception as error:
-                pytest.fail(
-                    f"{implementation} for {device}, {combination}, {one}: {type(error).__name__}: {error}"
-                )
+                what = f"{implementation} for {device}, {combination}, {one}"
+                pytest.fail(f"{what}: {type(error).__name__}: {error}")
         raise
 
 
 def _check(device, implementation, combinations, record_property, options=NO_SPILLS):
     start = time.monotonic()
-    kernels = attention_kernels(
-        list(
-            read(
-                _compile(device, implementation, combinations, options).as_text()
-            ).computations.values()
-        )
-    )
+    program = read(_compile(device, implementation, combinations, options).as_text())
+    kernels = attention_kernels(list(program.computations.values()))
     assert len(kernels) == len(combinations)
-    text = f"{device}, {implementation}: {len(kernels)} kernels in {time.monotonic() - start:.0f} s, no spills"
+    seconds = time.monotonic() - start
+    text = f"{device}, {implementation}: {len(kernels)} kernels in {seconds:.0f} s, no spills"
     record_property("measured", f"{text} ({combinations[0]} to {combinations[-1]})")
 
 
@@ -154,8 +153,9 @@ def test_triton_compiles_for_other_devices(device, dtype, record_property):
 def test_every_combination_of_mosaic_compiles_for_an_h200(
     head_dim, dtype, record_property, monkeypatch, capfd
 ):
-    # Mosaic calls ptxas itself, so XLA's option does not reach it, but it prints what ptxas says. It raises where a kernel takes
-    # more shared memory than there is. (What XLA makes of twelve kernels' small operations together may spill.)
+    # Mosaic calls ptxas itself, so XLA's option does not reach it, but it prints what it says. It
+    # raises where a kernel takes more shared memory than there is. (What XLA makes of twelve
+    # kernels' small operations together may spill.)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     combinations = [
         (head_dim, page, group, dtype) for page, group in itertools.product(PAGES, GROUPS)
@@ -187,7 +187,10 @@ LAYERS = 2
 @pytest.mark.parametrize("head_dim, kernel", [(128, "mosaic_gpu"), (80, "triton")])
 @pytest.mark.parametrize("num_tokens", [SEQS, 64])
 def test_layers_write_in_place_and_attend_without_a_copy_of_a_page(head_dim, kernel, num_tokens):
-    """XLA's scatter is in place on CUDA with the pages donated, also inside a loop: no kernel for writing is needed."""
+    """XLA's scatter is in place on CUDA with the pages donated, also inside a loop.
+
+    So no kernel for writing is needed.
+    """
     (q, pages, *_), _ = _arguments(0, head_dim, 16, 4, "bfloat16", num_tokens)
     new = spec((num_tokens, KV_HEADS, head_dim), jnp.bfloat16)
 

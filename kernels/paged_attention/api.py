@@ -139,8 +139,9 @@ def ragged_paged_attention(
     _check_is_plan(plan)
     problem = dispatch.Problem.of(q, k_pages, k_scale, v_scale)
     on_cuda, elsewhere = _choose(implementation, interpret, problem, scoring)
-    planned = Planned(q.shape[0], *block_tables.shape, *k_pages.shape[:2], scoring.window)
-    if 0 in planned[:-1]:
+    sizes = q.shape[0], *block_tables.shape, *k_pages.shape[:2]
+    planned = Planned._make((*sizes, scoring.window))
+    if 0 in sizes:
         out, lse = jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
         return (out, lse) if return_lse else out
     plan = _find_plan(plan, planned, (kv_lens, block_tables, cu_q_lens, num_seqs))
@@ -218,7 +219,7 @@ def _run(implementation: str, scoring: Scoring, interpret: bool, *arrays):
 
 
 def _refuse_platform(implementation: str, q, *_):
-    """Return (out, lse) whose lowering raises: a kernel for CUDA has no other platform."""
+    """Return (out, lse) that raise when lowered: a kernel for CUDA has no other platform."""
     reason = "it runs on CUDA GPUs; use 'xla', None or interpret=True"
     message = f"implementation={implementation!r} cannot run on the platform this is lowered for"
     out = refuse(q, f"{message}: {reason}")

@@ -1,7 +1,6 @@
 """Splitting a context among programs, and combining their partial softmaxes."""
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float
@@ -43,8 +42,8 @@ def share_of_context(first_key, end_key, split, splits: int, chunk: int, block_s
     128, so there are 13 chunks, 5 a split: (128, 5), (448, 5), (768, 3).
     """
     start = lax.div(first_key, jnp.int32(block_size)) * block_size
-    chunks = pl.cdiv(jnp.maximum(end_key - start, 0), np.int32(chunk))
-    share = pl.cdiv(chunks, np.int32(splits))
+    chunks = pl.cdiv(jnp.maximum(end_key - start, 0), jnp.int32(chunk))
+    share = pl.cdiv(chunks, jnp.int32(splits))
     first = jnp.minimum(split * share, chunks)
     return start + first * chunk, jnp.minimum(share, chunks - first)
 

@@ -105,7 +105,7 @@ def _by_token(x, plan: AttentionPlan, num_heads: int, static: Static):
     x = x[:, :, :, : static.rows * static.heads]
     x = x.reshape(*x.shape[:3], static.rows, static.heads, *x.shape[4:])
     x = x[:, program, :, place.offset % static.rows, : num_heads // kv_heads]
-    # Index arrays with a slice between them put their axis first.
+    # The axis of index arrays with a slice between them comes first.
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(*x.shape[:2], num_heads, *x.shape[4:])
 

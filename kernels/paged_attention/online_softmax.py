@@ -3,7 +3,6 @@
 Shapes: `*rows` query rows and heads, L keys of a chunk, D = head_dim, W = D + 2.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -36,20 +35,16 @@ def start_softmax(queries: Float[Array, "*rows D"]) -> Softmax:
     return Softmax(jnp.full_like(acc[..., :1], LOWEST), jnp.zeros_like(acc[..., :1]), acc)
 
 
-def add_chunk(
-    softmax: Softmax,
-    scores: Float[Array, "*rows L"],
-    visible: Bool[Array, "..."],
-    scoring: Scoring,
-    weigh: Callable[[Array], Array],
-) -> Softmax:
-    """Add the keys of a chunk. `weigh` sums the chunk's values by [*rows, L] weights.
+def add_scores(
+    softmax: Softmax, scores: Float[Array, "*rows L"], visible: Bool[Array, "..."], scoring: Scoring
+) -> tuple[Softmax, Float[Array, "*rows L"]]:
+    """Add the scores of a chunk of keys; return the weights by which to sum its values too.
 
     A row that has seen no key yet adds weights of 1. Its `top` is still LOWEST, so they decay to 0
     once it sees a key; `finish_softmax` drops them if it never does.
 
-    Example: top 0, total 1, acc [4]; scores [log 2, log 3], values [1, 2] -> top log 3,
-    total 1 / 3 + 2 / 3 + 1 = 2, acc [4 / 3 + 2 / 3 + 2] = [4].
+    Example: top 0, total 1, acc [4]; scores [log 2, log 3] -> top log 3, weights [2 / 3, 1],
+    total 1 / 3 + 2 / 3 + 1 = 2, acc [4 / 3].
     """
     if scoring.soft_cap is not None:
         scores = scoring.soft_cap * jnp.tanh(scores / scoring.soft_cap)
@@ -57,7 +52,12 @@ def add_chunk(
     top = jnp.maximum(softmax.top, scores.max(-1, keepdims=True))
     weights, decay = jnp.exp(scores - top), jnp.exp(softmax.top - top)
     total = softmax.total * decay + weights.sum(-1, keepdims=True)
-    return Softmax(top, total, softmax.acc * decay + weigh(weights))
+    return Softmax(top, total, softmax.acc * decay), weights
+
+
+def add_values(softmax: Softmax, values: Float[Array, "*rows D"]) -> Softmax:
+    """Add the values of a chunk, summed by the weights of `add_scores`."""
+    return softmax._replace(acc=softmax.acc + values)
 
 
 def pack_softmax(softmax: Softmax) -> Float[Array, "*rows W"]:

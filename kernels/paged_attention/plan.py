@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Int, Integer
@@ -57,7 +56,7 @@ def list_items(walk: Walk, tables: Int[Array, "S M"], block_size: int, chunk_tok
     width, num_tiles = tables.shape[1], walk.first_block.shape[0]
     per_item = max(1, min(chunk_tokens // block_size, width))
     bound = num_tiles * pl.cdiv(width, per_item)
-    counts = pl.cdiv(jnp.maximum(walk.end_block - walk.first_block, 0), np.int32(per_item))
+    counts = pl.cdiv(jnp.maximum(walk.end_block - walk.first_block, 0), jnp.int32(per_item))
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     # The tile of item i is the number of tiles that end at or before i: a scatter and a sum, where
     # a search would be a loop.
@@ -126,7 +125,7 @@ class _Sequences(NamedTuple):
             first_key = jnp.zeros_like(tiles.position)
         else:
             first_key = jnp.maximum(tiles.position - (planned.window - 1), 0)
-        end = pl.cdiv(tiles.position + tiles.num_rows, np.int32(planned.block_size))
+        end = pl.cdiv(tiles.position + tiles.num_rows, jnp.int32(planned.block_size))
         end = jnp.where(tiles.num_rows > 0, end, 0)
         return Walk(tiles, lax.div(first_key, block_size), end)
 
@@ -163,7 +162,8 @@ def plan_attention(
     check_size("num_blocks", num_blocks)
     check_size("block_size", block_size)
     check_window(window)
-    planned = Planned(num_tokens, *block_tables.shape, num_blocks, block_size, window)
+    seqs, width = block_tables.shape
+    planned = Planned(num_tokens, seqs, width, num_blocks, block_size, window)
     num_seqs = to_int32(num_seqs).reshape(())
     cu_q_lens = jnp.clip(to_int32(cu_q_lens), 0, num_tokens)
     kv_lens = jnp.clip(to_int32(kv_lens), 0, block_tables.shape[1] * block_size)

@@ -13,7 +13,7 @@ _refuse_p.def_abstract_eval(lambda x, *, reason: x)
 
 
 def refuse(x: Array, reason: str) -> Array:
-    """Return an array like `x` whose lowering raises NotImplementedError(reason)."""
+    """Return an array like `x` that raises NotImplementedError(reason) when it is lowered."""
     return _refuse_p.bind(x, reason=reason)
 
 

@@ -10,7 +10,6 @@ cu_q_lens [0, 5, 5, 6], of 20, 7 and 9 tokens, in tiles of C = 4.
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Int
@@ -89,7 +88,7 @@ def cut_tiles(
 
     Example: seq [0, 0, 2], start [0, 4, 5], num_rows [4, 1, 1], position [15, 19, 8].
     """
-    counts = pl.cdiv(q_lens, np.int32(size))
+    counts = pl.cdiv(q_lens, jnp.int32(size))
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     tile = jnp.arange(bound, dtype=jnp.int32)
     # The sequence of a tile is the number of sequences that have ended before it.
@@ -115,7 +114,7 @@ def locate_rows(
 
     Example: tile [0, 0, 0, 0, 1, 2], offset [0, 1, 2, 3, 0, 0].
     """
-    counts = pl.cdiv(q_lens, np.int32(size))
+    counts = pl.cdiv(q_lens, jnp.int32(size))
     first_tile = jnp.cumsum(counts, dtype=jnp.int32) - counts
     starts = cu_q_lens[:-1]
     row = jnp.arange(num_tokens, dtype=jnp.int32)

@@ -65,7 +65,7 @@ class Sums(NamedTuple):
     acc: tuple[Array, ...]
 
 
-def run_program(*refs, static: Static, has_scale: tuple[bool, bool]) -> None:
+def run_program(*refs, static: Static, has_scale: tuple[bool, ...]) -> None:
     """Attend from the rows of one program to one split of its context."""
     refs = Refs.of(refs, has_scale)
     blocking, scoring = static.blocking, static.scoring
@@ -136,7 +136,7 @@ def _locate_keys(loop: Loop, i) -> Keys:
     return Keys(keys, is_inside, (block, offset, loop.program.kv_head))
 
 
-def _score(loop: Loop, keys: Keys) -> Array:
+def _score(loop: Loop, keys: Keys):
     """Return the scores of a chunk, [lines, L]."""
     k_scale, soft_cap = loop.refs.k_scale, loop.static.scoring.soft_cap
     ks = (_read(loop, loop.refs.k, keys, dims, loop.refs.q.dtype) for dims in loop.pieces)

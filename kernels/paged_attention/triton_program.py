@@ -81,12 +81,12 @@ class Refs(NamedTuple):
     lse: Any
 
     @classmethod
-    def of(cls, refs: tuple, has_scale: tuple[bool, bool]) -> "Refs":
+    def of(cls, refs: tuple, has_scale: tuple[bool, ...]) -> "Refs":
         """Return references that come in order, without those of the scales that there are not."""
         *operands, out, lse = refs
         scales = iter(operands[8:])
         k_scale, v_scale = (next(scales) if has else None for has in has_scale)
-        return cls(*operands[:8], k_scale, v_scale, out, lse)
+        return cls._make([*operands[:8], k_scale, v_scale, out, lse])
 
 
 class Program(NamedTuple):

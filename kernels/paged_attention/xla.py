@@ -3,7 +3,7 @@
 - On CPU, one tile at a time: each walks over its own context only, in chunks of blocks that stay in
   the cache.
 - Elsewhere, all tiles at once: on GPU every trip of a loop is a round of launches, and every loop
-  whose length depends on data waits for the host. So there is one loop over context chunks, as long
+  of unknown length waits for the host. So there is one loop over context chunks, as long
   as the longest tile's.
 
 Both are an online softmax (`online_softmax.py`). The loops read the pages as invariants: nothing
@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from .online_softmax import (
     Softmax,
-    add_chunk,
+    add_scores,
+    add_values,
     dot,
     finish_softmax,
     pack_softmax,
@@ -149,16 +150,13 @@ def _walk_rows(
 
     def step(softmax, query, tile, i):
         k, v = (_read(stored, _at(items.blocks, i), dtype) for stored in (keys, values))
+        k, v = (x.reshape(-1, kv_heads * head_dim) for x in (k, v))
         key_positions = _at(items.first_key, i) + offsets
         visible = is_visible(_at(tiles.position, tile), key_positions, scoring)
-        scores = dot("hx,lx->hl", query, k.reshape(-1, kv_heads * head_dim))
-        v = jnp.where(visible[:, None], v.reshape(-1, kv_heads * head_dim), 0)
-
-        def weigh(weights):
-            summed = dot("hl,lx->hx", weights, v).reshape(num_heads, kv_heads, head_dim)
-            return pad_values(jnp.where(is_own, summed, 0).sum(1))
-
-        return add_chunk(softmax, scores, visible, scoring, weigh)
+        v = jnp.where(visible[:, None], v, 0)
+        softmax, weights = add_scores(softmax, dot("hx,lx->hl", query, k), visible, scoring)
+        summed = dot("hl,lx->hx", weights, v).reshape(num_heads, kv_heads, head_dim)
+        return add_values(softmax, pad_values(jnp.where(is_own, summed, 0).sum(1)))
 
     return _at(_walk(items, queries, (num_heads,), head_dim, step), plan.single_place.tile)
 
@@ -181,10 +179,9 @@ def _walk_tiles(
         visible = is_visible((position + tiles.offsets)[:, None], key_positions, scoring)
         in_reach = is_in_reach(position, _at(tiles.num_rows, tile), key_positions, scoring)
         v = jnp.where(in_reach[:, None, None], v, 0)
-        scores = dot("krd,lkd->krl", query, k)
-        visible = jnp.tile(visible, (group, 1))
-        weigh = lambda p: pad_values(dot("krl,lkd->krd", p, v))  # noqa: E731
-        return add_chunk(softmax, scores, visible, scoring, weigh)
+        scores, visible = dot("krd,lkd->krl", query, k), jnp.tile(visible, (group, 1))
+        softmax, weights = add_scores(softmax, scores, visible, scoring)
+        return add_values(softmax, pad_values(dot("krl,lkd->krd", weights, v)))
 
     return _walk(items, queries, queries.shape[1:3], head_dim, step)
 
@@ -197,36 +194,45 @@ def all_tiles_at_once(
     The form for GPUs. The loop is as long as the longest tile's context.
     """
     block_size, kv_heads, head_dim = keys[0].shape[1:]
-    tiles, first, end = plan.every.tiles, plan.every.first_block, plan.every.end_block
+    tiles, first_block, end_block = plan.every
     rows = _cut_rows(q, tiles, kv_heads)
-    group = q.shape[1] // kv_heads
-    positions = tiles.position[:, None] + tiles.offsets
-    is_row = tiles.offsets < tiles.num_rows[:, None]
-    width = plan.tables.shape[1]
-    num_blocks = max(1, min(chunk_tokens // block_size, width))
+    num_blocks = max(1, min(chunk_tokens // block_size, plan.tables.shape[1]))
     tokens = num_blocks * block_size
 
     def body(j, softmax):
-        block = first + j * num_blocks
-        column = block[:, None] + jnp.arange(num_blocks, dtype=jnp.int32)
-        ids = plan.tables[tiles.seq[:, None], jnp.minimum(column, width - 1)]
+        block = first_block + j * num_blocks
+        ids = _read_tables(plan, block, num_blocks)
         k, v = (_read(stored, ids, q.dtype) for stored in (keys, values))
         k, v = (x.reshape(-1, tokens, kv_heads, head_dim) for x in (k, v))
         key_positions = block[:, None] * block_size + jnp.arange(tokens, dtype=jnp.int32)
-        visible = is_visible(positions[:, :, None], key_positions[:, None], scoring)
-        visible &= is_row[:, :, None]
+        visible = _visible_to_tiles(tiles, key_positions, scoring)
         in_reach = is_in_reach(
             tiles.position[:, None], tiles.num_rows[:, None], key_positions, scoring
         )
         v = jnp.where(in_reach[:, :, None, None], v, 0)
         scores = dot("nkrd,nlkd->nkrl", rows.astype(k.dtype), k) * scoring.scale
-        visible = jnp.tile(visible, (1, group, 1))[:, None]
-        weigh = lambda p: dot("nkrl,nlkd->nkrd", p.astype(v.dtype), v)  # noqa: E731
-        return add_chunk(softmax, scores, visible, scoring, weigh)
+        visible = jnp.tile(visible, (1, q.shape[1] // kv_heads, 1))[:, None]
+        softmax, weights = add_scores(softmax, scores, visible, scoring)
+        return add_values(softmax, dot("nkrl,nlkd->nkrd", weights.astype(v.dtype), v))
 
-    trips = pl.cdiv(end - first, np.int32(num_blocks)).max()
+    trips = pl.cdiv(end_block - first_block, jnp.int32(num_blocks)).max()
     softmax = lax.fori_loop(0, trips, body, start_softmax(rows))
     return Softmax(*(_by_token(x, plan.place, tiles.size) for x in softmax))
+
+
+def _read_tables(plan: AttentionPlan, block, num_blocks: int) -> Int[Array, "P blocks"]:
+    """Return the ids of each tile's next `num_blocks` blocks; past the table those of its end."""
+    column = block[:, None] + jnp.arange(num_blocks, dtype=jnp.int32)
+    column = jnp.minimum(column, plan.tables.shape[1] - 1)
+    return plan.tables[plan.every.tiles.seq[:, None], column]
+
+
+def _visible_to_tiles(tiles: QueryTiles, key_positions, scoring: Scoring) -> Bool[Array, "P C L"]:
+    """Return which of its keys [P, L] each row of a tile sees."""
+    position = tiles.position[:, None] + tiles.offsets
+    is_row = tiles.offsets < tiles.num_rows[:, None]
+    visible = is_visible(position[:, :, None], key_positions[:, None], scoring)
+    return visible & is_row[:, :, None]
 
 
 def _cut_rows(q, tiles: QueryTiles, kv_heads: int) -> Float[Array, "P KV GC D"]:

@@ -15,7 +15,7 @@ CUDA_TESTS := tests/test_cuda_compile.py tests/test_cuda_kernels_compile.py
 # Two processes, each with files of its own: nearly all of the time is compiling.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-fast test-oldest test-cuda-compile lint format bench clean
+.PHONY: setup demo test test-fast test-kernels test-oldest test-cuda-compile lint format bench clean
 
 setup: $(READY)
 
@@ -45,10 +45,14 @@ demo: $(READY)
 	$(RUN) examples/generate.py
 
 test: $(READY)
-	$(RUN) -m pytest -q --durations=15 $(TWO)
+	$(RUN) -m pytest -q --durations=15 -m "not kernels" $(TWO)
 
 test-fast: $(READY)
-	$(RUN) -m pytest -q -m "not slow" $(TWO)
+	$(RUN) -m pytest -q -m "not slow and not kernels" $(TWO)
+
+# Sweeps over the interpreted kernels and the sizes of the XLA forms.
+test-kernels: $(READY)
+	$(RUN) -m pytest -q --durations=10 -m kernels $(TWO) tests/kernels
 
 test-oldest: .venv-oldest/.ready
 	.venv-oldest/bin/python -m pytest -q $(TWO) $(CORE_TESTS)

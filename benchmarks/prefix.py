@@ -1,4 +1,5 @@
-"""What a shared prefix saves: 32 prompts that share 512 tokens and differ in 32, with prefix caching off, on cold and on warm.
+"""What a shared prefix saves: 32 prompts that share 512 tokens and differ in 32, with prefix
+caching off, on cold and on warm.
 
     computed   tokens that went through the model for the prompts and 16 new tokens each
     seconds    wall time of a run, compiled before; the best of some
@@ -80,7 +81,8 @@ def main() -> None:
     shared = rng.integers(100, 40000, SHARED).tolist()
     prompts = [shared + rng.integers(100, 40000, OWN).tolist() for _ in range(PROMPTS)]
     print(
-        f"jax {jax.__version__} on {jax.devices()[0].device_kind}; SmolLM2-135M, blocks of 16, 128 tokens a step\n"
+        f"jax {jax.__version__} on {jax.devices()[0].device_kind}; SmolLM2-135M, blocks of 16, "
+        "128 tokens a step\n"
     )
     print("                computed   found in the cache   seconds")
     results = {}
@@ -97,10 +99,12 @@ def main() -> None:
         print(f"{name:<14} {computed:>9} {hit:>20} {seconds:>9.2f}", flush=True)
     off, cold = results["caching off"], results["on, cold"]
     print(
-        f"\nwall time on / off: {cold[0] / off[0]:.2f} cold; outputs equal: {off[1] == cold[1] == results['on, warm'][1]}"
+        f"\nwall time on / off: {cold[0] / off[0]:.2f} cold; "
+        f"outputs equal: {off[1] == cold[1] == results['on, warm'][1]}"
     )
     print(
-        f"bound on prompt tokens computed: {SHARED} + {PROMPTS} x {OWN} + {PROMPTS} x 16 = {SHARED + PROMPTS * (OWN + 16)}"
+        f"bound on prompt tokens computed: {SHARED} + {PROMPTS} x {OWN} + {PROMPTS} x 16 = "
+        f"{SHARED + PROMPTS * (OWN + 16)}"
     )
 
 

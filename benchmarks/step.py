@@ -1,9 +1,11 @@
 """What paging costs: a decoding step without a model, and the host's work around a dispatch.
 
-    us a step   scheduling, allocation and commit of one token of every row, inside one jitted loop of many steps
-    us a call   Engine.dispatch of no steps, and Engine.collect of a dispatch that is done, 32 tokens a row
+    us a step   scheduling, allocation and commit of one token of every row, in one jitted loop
+    us a call   Engine.dispatch of no steps; Engine.collect of a dispatch that is done and
+                Engine.take of each request, 32 tokens a row
 
-The decoder gives constant logits, so all that is left is bookkeeping. Usage: python benchmarks/step.py [--quick]
+The decoder gives constant logits, so all that is left is bookkeeping. Usage: python
+benchmarks/step.py [--quick]
 """
 
 import argparse
@@ -58,7 +60,9 @@ def engine_config(rows: int, num_blocks: int, caching: bool = False) -> EngineCo
 
 
 def decoding(rows: int, num_blocks: int, windows, caching: bool):
-    """A jitted run of many steps, and a state in which every row decodes, at different places of its last block."""
+    """A jitted run of many steps, and a state in which every row decodes, at different places of
+    its last block.
+    """
     model, config = NoDecoder(windows), engine_config(rows, num_blocks, caching)
     state = init_state(config, model)
     make = partial(
@@ -91,7 +95,8 @@ def step_time(
 
 
 def host_times(rows: int, repeats: int) -> tuple[float, float]:
-    """us of `dispatch`, and of `collect` once the device has finished, with every row decoding: medians.
+    """us of `dispatch`, and of `collect` once the device has finished, with every row decoding:
+    medians.
 
     Dispatches of no steps are timed: a CPU runs small programs in the thread that calls.
     """
@@ -122,7 +127,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     repeats = 5 if parser.parse_args().quick else 30
     print(
-        f"jax {jax.__version__} on {jax.devices()[0].device_kind}; table of {MAX_LEN // 16} columns, {STEPS} steps a run\n"
+        f"jax {jax.__version__} on {jax.devices()[0].device_kind}; table of {MAX_LEN // 16} "
+        f"columns, {STEPS} steps a run\n"
     )
     print(
         "rows   "

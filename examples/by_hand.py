@@ -1,7 +1,7 @@
 """The block table by hand: allocate, append, fork and free as pure functions of a value.
 
-No model and no pages, only the books. The 542-token sequence is one the PagedAttention paper (SOSP 2023) reckons with: 34 blocks
-of 16, of which the last has two slots empty.
+No model and no pages, only the books. The 542-token sequence is one the PagedAttention paper (SOSP
+2023) reckons with: 34 blocks of 16, of which the last has two slots empty.
 """
 
 import jax
@@ -51,7 +51,8 @@ def main():
 
     cache, _ = free(cache, [0, 1])
     print(
-        f"\nRows 0 and 1 freed: {int(cache.pool.num_free)} blocks are free; row 2 still holds what it shared."
+        f"\nRows 0 and 1 freed: {int(cache.pool.num_free)} blocks are free; "
+        "row 2 still holds what it shared."
     )
     show("row 2", cache, 2)
     print("    next to be handed out:", *free_queue(cache.pool)[:8])

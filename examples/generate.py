@@ -1,7 +1,7 @@
 """26 prompts through SmolLM2-135M in one `generate`, in a pool too small for all of them at once.
 
-Shows the answers, then what paging did: the blocks that were used, and how few sequences would have run if each had been
-given room for max_model_len tokens beforehand.
+Shows the answers, then what paging did: the blocks that were used, and how few sequences would have
+run if each had been given room for max_model_len tokens beforehand.
 """
 
 import os
@@ -19,8 +19,8 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 from paged_jax import LLM, SamplingParams  # noqa: E402
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, MAX_RUNNING = 16, 72, 512, 40
-# As many tokens a step as sequences: one width serves decoding and prefill, and half as much is compiled as with two. It suits
-# short prompts; long ones want a larger budget (LLM's default).
+# As many tokens a step as sequences: one width serves decoding and prefill, and half as much is
+# compiled as with two. It suits short prompts; long ones want a larger budget (LLM's default).
 TOKENS_A_STEP = MAX_RUNNING
 
 QUESTIONS = [
@@ -43,7 +43,8 @@ QUESTIONS = [
     ("Give three tips for sleeping well.", 112),
     ("What is the largest planet?", 32),
     (
-        "Summarise what a library is, and why a town might want one, for a child of six who has never been to one.",
+        "Summarise what a library is, and why a town might want one, for a child of six who has "
+        "never been to one.",
         96,
     ),
     ("Tell me a joke about computers.", 64),
@@ -66,10 +67,11 @@ def main():
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=MAX_RUNNING,
         max_num_batched_tokens=TOKENS_A_STEP,
-        enable_prefix_caching=False,  # the first token then comes some seconds sooner: less to compile
+        enable_prefix_caching=False,  # the first token comes some seconds sooner: less to compile
     )
     print(
-        f"model loaded after {time.perf_counter() - START:.1f} s; the first run compiles the engine\n"
+        f"model loaded after {time.perf_counter() - START:.1f} s; "
+        "the first run compiles the engine\n"
     )
     assert llm.tokenizer is not None
     chats = [
@@ -95,13 +97,16 @@ def main():
     stats = llm.stats()
     reserved = MAX_MODEL_LEN // BLOCK_SIZE
     contiguous = (NUM_BLOCKS - 1) // reserved
-    tokens = int(stats["generated_tokens"])
+    whole = contiguous * reserved
+    tokens, running = int(stats["generated_tokens"]), stats["peak_running"]
+    blocks, waste = stats["peak_blocks"], 100 * stats["waste"]
+    reserved_waste = 100 * (1 - mean_length(outputs) / MAX_MODEL_LEN)
     print(f"""
                                         paged    contiguous reservation of {MAX_MODEL_LEN} tokens
-  sequences running at peak        {stats["peak_running"]:>10}    {contiguous:>10}
-  blocks of {BLOCK_SIZE} tokens at peak        {stats["peak_blocks"]:>10}    {contiguous * reserved:>10}   of {NUM_BLOCKS - 1}
-  ... that {stats["peak_running"]} sequences would need            {stats["peak_running"] * reserved:>10}
-  waste (allocated, not filled)    {100 * stats["waste"]:>8.1f} %    {100 * (1 - mean_length(outputs) / MAX_MODEL_LEN):>8.1f} %
+  sequences running at peak        {running:>10}    {contiguous:>10}
+  blocks of {BLOCK_SIZE} tokens at peak        {blocks:>10}    {whole:>10}   of {NUM_BLOCKS - 1}
+  ... that {running} sequences would need            {running * reserved:>10}
+  waste (allocated, not filled)    {waste:>8.1f} %    {reserved_waste:>8.1f} %
   preemptions                      {stats["preemptions"]:>10}
 
   {tokens} tokens in {seconds:.1f} s, compiling included: {tokens / seconds:.0f} tokens/s

@@ -1,6 +1,8 @@
-"""`generate` inside a user's own `jax.jit`: sample several answers a prompt and keep the likeliest, in one program.
+"""`generate` inside a user's own `jax.jit`: sample several answers a prompt and keep the likeliest,
+in one program.
 
-An RL step looks like this: new params come in, samples and their log-probabilities go out, and no host is asked in between.
+An RL step looks like this: new params come in, samples and their log-probabilities go out, and no
+host is asked in between.
 """
 
 import jax
@@ -63,7 +65,8 @@ def main():
         for prompt, row, count, score in zip(PROMPTS, tokens, counts, scores, strict=True):
             print(f"  {score:6.2f}  {prompt}|{tokenizer.decode(row[:count].tolist())!r}")
         print(
-            f"  {stats.steps} steps, {stats.generated_tokens} tokens, {stats.peak_running} running at peak"
+            f"  {stats.steps} steps, {stats.generated_tokens} tokens, "
+            f"{stats.peak_running} running at peak"
         )
     print(f"\nthe program was traced {traces} time(s)")
 

@@ -1,7 +1,8 @@
-"""Eight samples of one prompt, and a beam search, in shared blocks: how many blocks they took, and how many without sharing.
+"""Eight samples of one prompt, and a beam search, in shared blocks: how many blocks they took, and
+how many without sharing.
 
-The PagedAttention paper (SOSP 2023, section 6.3) measured 6 to 10 % saved by sharing for parallel sampling of short prompts, and 37
-to 55 % for beam search.
+The PagedAttention paper (SOSP 2023, section 6.3) measured 6 to 10 % saved by sharing for parallel
+sampling of short prompts, and 37 to 55 % for beam search.
 """
 
 import os
@@ -16,7 +17,10 @@ from paged_jax import LLM, BeamSearchParams, SamplingParams  # noqa: E402
 from paged_jax.arrays import ceil_div  # noqa: E402
 
 BLOCK_SIZE, PROMPT_TOKENS, NEW_TOKENS, WIDTH = 16, 250, 64, 8
-TEXT = "The harbour town woke slowly under a grey sky, and the boats came back one after another with what the night had given. "
+TEXT = (
+    "The harbour town woke slowly under a grey sky, and the boats came back one after another with "
+    "what the night had given. "
+)
 CASES = {
     "8 samples": SamplingParams(
         n=WIDTH, temperature=0.9, top_p=0.95, seed=7, max_tokens=NEW_TOKENS, ignore_eos=True
@@ -59,7 +63,8 @@ def main():
         peak = stats["peak_blocks"]
         computed, copied = stats["computed_tokens"], stats["copied_blocks"]
         print(
-            f"{name:<14} {peak:>14} {unshared:>17} {100 * (1 - peak / unshared):>6.1f}%{computed:>17} {copied:>15}"
+            f"{name:<14} {peak:>14} {unshared:>17} {100 * (1 - peak / unshared):>6.1f}%"
+            f"{computed:>17} {copied:>15}"
         )
     print(f"\nfull prompt blocks shared and the rest each sample's own would be {ideal} blocks")
 

@@ -9,9 +9,10 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-# Set before jax is first imported. Four CPU devices, for the tests on meshes. Nearly all of the time is compiling: LLVM is told
-# to take less of it; what XLA makes of a program is not touched by that. (Optimisation level 0 would halve it, but on jax 0.12.0.1
-# some programs then sample other tokens than they should.)
+# Set before jax is first imported. Four CPU devices, for the tests on meshes. Nearly all of the
+# time is compiling: LLVM is told to take less of it; what XLA makes of a program is not touched by
+# that. (Optimisation level 0 would halve it, but on jax 0.12.0.1 some programs then sample other
+# tokens than they should.)
 FLAGS = ("--xla_force_host_platform_device_count=4", "--xla_llvm_disable_expensive_passes=true")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
@@ -40,8 +41,9 @@ LONGEST_FIRST = (
     "test_generate",
     "test_invariance",
 )
-# Files that are slow as a whole: nearly each of their tests compiles an engine, a decoder or a kernel. What stays in a quick run
-# says in two minutes whether bookkeeping, sampling, the engine, loaders and the kernels' surroundings still hold.
+# Files that are slow as a whole: nearly each of their tests compiles an engine, a decoder or a
+# kernel. What stays in a quick run says in two minutes whether bookkeeping, sampling, the engine,
+# loaders and the kernels' surroundings still hold.
 SLOW = (
     "test_attention",
     "test_beam_search",
@@ -59,7 +61,7 @@ SLOW = (
 
 
 def pytest_collection_modifyitems(items):
-    """Put the longest files in front, others as they were, and mark those that are slow as a whole."""
+    """Put the longest files in front, and mark those that are slow as a whole."""
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     for item in items:
@@ -68,7 +70,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What tests measured (`record_property("measured", ...)`), also when all pass and nothing else is shown."""
+    """What tests measured (`record_property("measured", ...)`), also when all pass and nothing else
+    is shown.
+    """
     reports = [r for status in ("passed", "failed") for r in terminalreporter.stats.get(status, [])]
     lines = [
         value

@@ -1,10 +1,14 @@
-"""Beam search by a full forward pass of every beam at every step, no cache: what the engine's must agree with, token for token."""
+"""Beam search by a full forward pass of every beam at every step, no cache: what the engine's must
+agree with, token for token.
+"""
 
 import math
 
 
 def plain_beam_search(log_probs, prompt, params, stop_ids, max_len):
-    """Outputs as (tokens, log-probabilities, score, reason), the best first. `log_probs(context)` gives one float a token."""
+    """Outputs as (tokens, log-probabilities, score, reason), the best first. `log_probs(context)`
+    gives one float a token.
+    """
     width, prompt_len = params.beam_width, len(prompt)
     live, done = [([], [])], []  # tokens and their log-probabilities
     while True:

@@ -1,4 +1,6 @@
-"""The pool and the block tables in plain Python, one obvious step after another: what the arrays must agree with, id for id."""
+"""The pool and the block tables in plain Python, one obvious step after another: what the arrays
+must agree with, id for id.
+"""
 
 
 class PlainPool:
@@ -26,7 +28,9 @@ class PlainPool:
                 self.ref_count[block] += times
 
     def release(self, blocks, keep=None):
-        """Give back one row's references from its last block to its first: the head gets those not worth keeping."""
+        """Give back one row's references from its last block to its first: the head gets those not
+        worth keeping.
+        """
         keep = [False] * len(blocks) if keep is None else keep
         heads, tails = [], []
         for block, worth in reversed(list(zip(blocks, keep, strict=True))):
@@ -67,7 +71,9 @@ class PlainDirectory:
         return found
 
     def register(self, parent, tokens, blocks):
-        """One more block of a row; returns its content's id. `blocks`: its block in each group, the first keeps all."""
+        """One more block of a row; returns its content's id. `blocks`: its block in each group, the
+        first keeps all.
+        """
         key = (parent, tuple(tokens))
         if key not in self.known:
             self.known[key] = (self.next_id, list(blocks))
@@ -158,7 +164,9 @@ class PlainCache:
         ]
 
     def copy_on_write(self, writes):
-        """Each row that writes to a position of a shared block gets another block, one row after another. Returns the copies."""
+        """Each row that writes to a position of a shared block gets another block, one row after
+        another. Returns the copies.
+        """
         copies = []
         for row, position in writes:
             for table in self.shared_by(row, position):
@@ -170,7 +178,7 @@ class PlainCache:
         return copies
 
     def count_copies(self, writes):
-        """Of k writers of a block with r references all copy if r > k, all but the last if r = k."""
+        """Of k writers of a block with r references all copy if r > k, all but one if r = k."""
         writers = {}
         for row, position in writes:
             for table in self.shared_by(row, position):
@@ -206,7 +214,9 @@ class PlainCache:
         return 0 if window is None else max(computed - window + 1, 0) // self.block_size
 
     def release_below_window(self, rows, before, after):
-        """Nulls for the blocks that fell below each row's window as `before` computed tokens became `after`."""
+        """Nulls for the blocks that fell below each row's window as `before` computed tokens became
+        `after`.
+        """
         gone = []
         for row, first, then in zip(rows, before, after, strict=True):
             for table, window in zip(self.tables, self.windows, strict=True):
@@ -217,7 +227,7 @@ class PlainCache:
 
 
 def books(cache):
-    """What a fetched `PagedCache` says, in the same words: queue, reference counts, tables, tokens."""
+    """What a fetched `PagedCache` says, in the same words: queue, counts, tables, tokens."""
     pool, tables = cache.pool, cache.tables
     size = len(pool.ring)
     ring = [int(pool.ring[(pool.head + k) % size]) for k in range(pool.span)]

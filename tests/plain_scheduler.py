@@ -1,4 +1,4 @@
-"""The scheduler in plain Python: one step at a time, each rule where it applies, over `PlainCache`."""
+"""The scheduler in plain Python: a step at a time, each rule where it applies, on `PlainCache`."""
 
 from dataclasses import dataclass, field
 
@@ -49,8 +49,9 @@ class PlainScheduler:
         return any(self.requests[row].finish_reason is not None for row in self.running)
 
     def step(self, eventful):
-        """Returns the tokens that each row computes. `eventful`: whether the engine says that anything but decoding happened: then,
-        and not before, it registers what rows have computed."""
+        """Returns the tokens that each row computes. `eventful`: whether the engine says that
+        anything but decoding happened: then, and not before, it registers what rows have computed.
+        """
         assert eventful or not self.has_finished()
         if eventful:
             self.register({})
@@ -92,7 +93,9 @@ class PlainScheduler:
         self.release_finished()
 
     def register(self, take):
-        """Make all full blocks known that rows have, or will have in this step: block by block, in each round one of every row."""
+        """Make all full blocks known that rows have, or will have in this step: block by block, in
+        each round one of every row.
+        """
         size = self.config.block_size
 
         def full(row):
@@ -146,8 +149,10 @@ class PlainScheduler:
         self.preemptions += 1
 
     def admit_first(self, reserved, left):
-        """The first chunk's tokens if the head fits: all blocks at once where every token stays visible, those of the first chunk
-        where a window passes. What is found in the cache it shares, as far as the windows' groups have theirs."""
+        """The first chunk's tokens if the head fits: all blocks at once where every token stays
+        visible, those of the first chunk where a window passes. What is found in the cache it
+        shares, as far as the windows' groups have theirs.
+        """
         row, most = self.waiting[0], self.config.max_num_batched_tokens
         request, cache = self.requests[row], self.cache
         whole = len(request.tokens)

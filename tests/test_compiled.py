@@ -1,4 +1,6 @@
-"""What the compiled step and the compiled `generate` must not do, seen in the programs that XLA makes for a CPU."""
+"""What the compiled step and the compiled `generate` must not do, seen in the programs that XLA
+makes for a CPU.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,6 @@
-"""The reader and the checks of compiled programs, on snippets written by hand and on planted faults: they must be able to fail."""
+"""The reader and the checks of compiled programs, on snippets written by hand and on planted
+faults: they must be able to fail.
+"""
 
 import jax
 import jax.numpy as jnp

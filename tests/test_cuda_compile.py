@@ -1,4 +1,6 @@
-"""The programs that a GPU would run, compiled for an H200 without one: no copy of a page, few kernels, few host syncs."""
+"""The programs that a GPU would run, compiled for an H200 without one: no copy of a page, few
+kernels, few host syncs.
+"""
 
 import re
 

@@ -1,4 +1,6 @@
-"""`generate`: a whole batch in one program, inside someone else's, on meshes, with every way to misuse it answered."""
+"""`generate`: a whole batch in one program, inside someone else's, on meshes, with every way to
+misuse it answered.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -18,7 +18,8 @@ TINY = sorted(path.name for path in (DATA / "tiny").iterdir())
 def test_smollm2_gives_every_recorded_token_in_chunks_and_under_preemption(record_property):
     rows = json.loads((DATA / "smollm2-greedy.json").read_text())["rows"]
     try:
-        # 57 blocks: the longest prompt alone takes 53. 64 tokens a step: it is prefilled in 14 chunks.
+        # 57 blocks: the longest prompt alone takes 53. 64 tokens a step: it is prefilled in 14
+        # chunks.
         llm = LLM(
             "smollm2-135m",
             num_blocks=58,
@@ -79,7 +80,8 @@ def test_smollm2_gives_every_recorded_token_in_chunks_and_under_preemption(recor
 def test_a_tiny_checkpoint_gives_its_recorded_tokens_through_the_engine(name):
     model, _ = load_model(DATA / "tiny" / name, "float32")
     expected = np.load(DATA / "tiny" / name / "expected.npz")
-    # The tool that recorded the greedy tokens took id 0 for padding: it neither saw nor counted those.
+    # The tool that recorded the greedy tokens took id 0 for padding: it neither saw nor counted
+    # those.
     prompt = expected["input_ids"][0]
     prompt = prompt[prompt != 0].tolist()
     sizes = dict(max_num_seqs=4, max_num_batched_tokens=16, block_size=4)

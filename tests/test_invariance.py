@@ -1,4 +1,6 @@
-"""In float32 a request's tokens depend on nothing but the request: not on neighbours, chunks, preemption or what pages held."""
+"""In float32 a request's tokens depend on nothing but the request: not on neighbours, chunks,
+preemption or what pages held.
+"""
 
 import pathlib
 

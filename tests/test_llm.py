@@ -1,4 +1,6 @@
-"""`LLM` on token ids: lists, single prompts, streams; what is wrong with one prompt is that prompt's own affair."""
+"""`LLM` on token ids: lists, single prompts, streams; what is wrong with one prompt is that
+prompt's own affair.
+"""
 
 import numpy as np
 import pytest

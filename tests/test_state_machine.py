@@ -1,6 +1,8 @@
-"""Random operations on the cache and random requests to the engine's step, against plain models of both.
+"""Random operations on the cache and random requests to the engine's step, against plain models of
+both.
 
-After every operation the blocks are the same in the same order, the decisions are the same, and the state is sound.
+After every operation the blocks are the same in the same order, the decisions are the same, and the
+state is sound.
 """
 
 from dataclasses import replace
@@ -55,7 +57,7 @@ APPENDED, CHILDREN = 3, 2  # rows in one call of a fixed shape
 
 
 def _adopt(cache, row, blocks):
-    """Let an empty row begin with blocks that others hold or that are free, as a prefix hit does."""
+    """Let an empty row begin with blocks that others hold or that are free: a prefix hit."""
     count = jnp.sum(blocks[0] >= 0, dtype=jnp.int32)
     blocks = jnp.maximum(blocks, 0)
     tables = cache.tables.replace(
@@ -162,7 +164,9 @@ class AgainstPlainCache(RuleBasedStateMachine):
     @precondition(lambda self: self.has_window)
     @rule(rows=st.permutations(range(ROWS)), data=st.data())
     def slide(self, rows, data):
-        """The windows move on, by another distance in each row; a block that forks share may stay in one and go in the other."""
+        """The windows move on, by another distance in each row; a block that forks share may stay
+        in one and go in the other.
+        """
         before = [self.slid[row] for row in rows]
         after = [
             data.draw(st.integers(self.slid[row], max(self.slid[row], self.plain.num_tokens[row])))
@@ -215,7 +219,7 @@ ENGINES = [
 ENGINES += [
     (replace(config, enable_prefix_caching=True), (9,), windows) for config, _, windows in ENGINES
 ]
-HOLDER = 6  # a row that is never a request's: it holds blocks, so that one program serves pools of many sizes
+HOLDER = 6  # holds blocks and is no request's, so that one program serves pools of many sizes
 MOST_HELD = 4
 
 
@@ -282,7 +286,7 @@ class AgainstPlainScheduler(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 2**16), count=st.integers(1, 4))
     def add(self, seed, count):
-        """Requests of random lengths that the pool can hold, some with a token that may stop them."""
+        """Requests of random lengths that the pool can hold, some with a token that ends them."""
         rng = np.random.default_rng(seed)
         for row in rng.permutation(self.rows(finished=True))[:count].tolist():
             length, more = rng.integers(1, 21).item(), rng.integers(1, 21).item()

@@ -1,4 +1,6 @@
-"""A decoder whose next token is a known function of the whole context, read from the pages: a scheduling fault changes it."""
+"""A decoder whose next token is a known function of the whole context, read from the pages: a
+scheduling fault changes it.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,9 @@ from paged_jax.kv_group import attention_group
 
 
 class ToyDecoder(nnx.Module):
-    """Stores each token's id as its K and minus it as its V; the next token is a weighted sum of the visible context mod V."""
+    """Stores each token's id as its K and minus it as its V; the next token is a weighted sum of
+    the visible context mod V.
+    """
 
     def __init__(self, vocab_size=97, windows=(None,), max_model_len=64):
         self.vocab_size, self.max_model_len = vocab_size, max_model_len

@@ -1,6 +1,6 @@
 """The programs that an engine dispatches, and the updates in what they report."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -87,43 +87,54 @@ def _set_roots(state: EngineState, roots: Int[Array, "R"]) -> EngineState:
     return state.replace(cache=cache, seqs=seqs)
 
 
-def read_update(report: Report, row: int, output: Output, seqs: Sequences) -> Update | None:
-    """Return what is new of one row's output since the last call, None where nothing is.
+def read_updates(
+    report: Report, outputs: dict[int, Output], seqs: Sequences
+) -> Iterator[tuple[int, Update]]:
+    """Yield the rows of which the report has something new, with the update.
 
-    `seqs` are the newest rows: they have what is too long for a report.
+    `outputs` are those that the rows still make. `seqs` are the newest rows: they have what is too
+    long for a report.
     """
-    request = output.request
-    is_finished = report.status[row] == FINISHED
-    if isinstance(request.params, BeamSearchParams) and not is_finished:
-        return None  # a live beam may still be dropped
-    # An aborted beam may have fewer tokens than were seen.
-    num_new = max(int(report.num_tokens[row]) - output.num_seen, 0)
-    if num_new == 0 and not is_finished:
-        return None
-    output.num_seen += num_new
-    tokens, logprobs = _newest(report, row, num_new, seqs)
-    reason = FINISH_REASONS[report.finish_reason[row]] if is_finished else None
-    is_own_stop = reason == "stop" and tokens[-1] not in request.eos_ids
-    return Update(
-        request.request_id,
-        tokens,
-        logprobs,
-        finish_reason=reason,
-        stop_reason=tokens[-1] if is_own_stop else None,
-        index=output.index,
-        num_cached_tokens=max(int(report.num_cached[row]), 0),
-    )
+    arrays = (report.status, report.finish_reason, report.num_tokens, report.num_cached)
+    statuses, reasons, totals, num_cached = (array.tolist() for array in arrays)
+    for row, output in outputs.items():
+        request, is_finished = output.request, statuses[row] == FINISHED
+        if isinstance(request.params, BeamSearchParams) and not is_finished:
+            continue  # a live beam may still be dropped
+        # An aborted beam may have fewer tokens than were seen.
+        num_new = max(totals[row] - output.num_seen, 0)
+        if num_new == 0 and not is_finished:
+            continue
+        output.num_seen += num_new
+        tokens, logprobs = _newest(report, row, num_new, totals[row], seqs)
+        reason = FINISH_REASONS[reasons[row]] if is_finished else None
+        is_own_stop = reason == "stop" and tokens[-1] not in request.eos_ids
+        yield (
+            row,
+            Update(
+                request.request_id,
+                tokens,
+                logprobs,
+                finish_reason=reason,
+                stop_reason=tokens[-1] if is_own_stop else None,
+                index=output.index,
+                num_cached_tokens=max(num_cached[row], 0),
+            ),
+        )
 
 
-def _newest(report: Report, row: int, count: int, seqs: Sequences) -> tuple[list[int], list[float]]:
-    """Return the row's last `count` tokens and their log-probabilities."""
-    tokens, logprobs = report.tokens[row], report.logprobs[row]
+def _newest(
+    report: Report, row: int, count: int, total: int, seqs: Sequences
+) -> tuple[list[int], list[float]]:
+    """Return the last `count` of a row's `total` tokens, and their log-probabilities."""
+    if count <= STEPS_PER_DISPATCH:
+        start = STEPS_PER_DISPATCH - count
+        return report.tokens[row, start:].tolist(), report.logprobs[row, start:].tolist()
     # A beam search, or an interrupted reader that left a report unread.
-    if count > STEPS_PER_DISPATCH:
-        length = int(report.num_tokens[row])
-        tokens, logprobs = (np.asarray(x[row])[:length] for x in (seqs.tokens, seqs.logprobs))
-    start = len(tokens) - count
-    return tokens[start:].tolist(), logprobs[start:].tolist()
+    tokens, logprobs = (
+        np.asarray(x[row])[total - count : total] for x in (seqs.tokens, seqs.logprobs)
+    )
+    return tokens.tolist(), logprobs.tolist()
 
 
 def check_like(params: Any, old: Any) -> None:

@@ -22,7 +22,13 @@ from paged_jax.cache import prefix_directory
 from paged_jax.checks import check_int
 from paged_jax.config import EngineConfig, token_widths
 from paged_jax.engine.counters import Counters
-from paged_jax.engine.dispatch import Dispatch, Programs, check_like, compile_programs, read_update
+from paged_jax.engine.dispatch import (
+    Dispatch,
+    Programs,
+    check_like,
+    compile_programs,
+    read_updates,
+)
 from paged_jax.engine.mailbox import Mailboxes, file, take
 from paged_jax.engine.report import STEPS_PER_DISPATCH, Report, Update
 from paged_jax.engine.requests import Output, Request, make_request, to_beams, to_rows
@@ -293,13 +299,16 @@ class Engine:
         dispatch = self._flying.popleft()
         report: Report = jax.device_get(dispatch.report)
         self.counters = report.counters
-        for row, output in dispatch.outputs.items():
-            if self._outputs.get(row) is output:
-                update = read_update(report, row, output, self.state.seqs)
-                if update is not None:
-                    file(self._mail, update)
-                    if update.finish_reason is not None:
-                        self._end_output(row, output.request)
+        # A row that has ended since then, and perhaps makes another output, is left out.
+        current = {
+            row: output
+            for row, output in dispatch.outputs.items()
+            if self._outputs.get(row) is output
+        }
+        for row, update in read_updates(report, current, self.state.seqs):
+            file(self._mail, update)
+            if update.finish_reason is not None:
+                self._end_output(row)
         is_stuck = report.num_waiting > 0 and report.num_running == 0
         if is_stuck and report.steps < dispatch.max_steps:
             raise NoProgressError(
@@ -329,8 +338,8 @@ class Engine:
         self._outputs.update(new)
         self.state = self.state.replace(seqs=self._programs.add(self.state.seqs, rows, beams))
 
-    def _end_output(self, row: int, request: Request) -> None:
-        del self._outputs[row]
+    def _end_output(self, row: int) -> None:
+        request = self._outputs.pop(row).request
         self._empty_rows.append(row)
         request.num_ended += 1
         if request.num_ended == request.num_outputs:

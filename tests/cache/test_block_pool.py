@@ -1,4 +1,6 @@
-"""The pool: blocks are handed out from the head of one queue, and come back at its head or its tail, order kept exactly."""
+"""The pool: blocks are handed out from the head of one queue, and come back at its head or its
+tail, order kept exactly.
+"""
 
 from functools import partial
 
@@ -198,7 +200,9 @@ def test_touching_nothing_or_no_times_changes_nothing():
     ("keep", "order"), [(True, [7, 8, 9, 3, 5, 4, 2, 6, 1]), (False, [6, 1, 5, 4, 2, 3, 7, 8, 9])]
 )
 def test_rows_released_together_queue_as_if_one_after_another(keep, order):
-    """Three rows share block 1 and two of them block 2; the last holder of each decides where it stands."""
+    """Three rows share block 1 and two of them block 2; the last holder of each decides where it
+    stands.
+    """
     rows = [[1, 2, 3, 0], [1, 2, 4, 5], [1, 6, 0, 0]]
     pool = add(add(pool_of(7, 8, 9), [1], 2), [2])
     together, ok = give(pool, rows, keep)
@@ -216,7 +220,7 @@ def test_the_last_holder_says_whether_a_block_is_worth_keeping():
         assert free_queue(after) == order
 
 
-# ---------------------------------------------------------------- dead entries, wrap-around, compaction
+# ---------------------------------------- dead entries, wrap-around, compaction
 
 
 def test_pop_passes_more_dead_entries_than_its_window_holds():

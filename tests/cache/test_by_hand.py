@@ -1,4 +1,6 @@
-"""Allocate, fork, free: blocks on demand, all rows or none, in an order that can be named block by block."""
+"""Allocate, fork, free: blocks on demand, all rows or none, in an order that can be named block by
+block.
+"""
 
 from functools import partial
 
@@ -368,7 +370,7 @@ def test_admission_asks_for_whole_full_groups_and_for_a_window_and_a_chunk(num_t
         assert int(kv_group.blocks_to_admit(BOTH.groups, count, 7, 4)) == blocks
 
 
-# ---------------------------------------------------------------- inside a program of the user's own
+# ---------------------------------------- inside a program of the user's own
 
 
 def test_all_work_on_traced_rows_in_a_loop():
@@ -453,7 +455,9 @@ def with_pages(config):
     [(1, [0], 1), (1, [0, 1], 1), (2, [1, 0], 2), (2, [2, 0, 1], 2)],
 )
 def test_who_writes_into_a_shared_block_copies_it_first(windows, children, writers, copied):
-    """Of k writers of a block with r references all copy if r > k, all but the last if r = k; every layer and group."""
+    """Of k writers of a block with r references all copy if r > k, all but the last if r = k; every
+    layer and group.
+    """
     groups = tuple(attention_group(window, 2) for window in windows)
     config = CacheConfig(40, 4, 6, block_size=4, groups=groups, num_kv_heads=1, head_dim=2)
     cache = give(with_pages(config), 0, 10)  # two full blocks and a half

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from compiled.program import Computation, Instruction, Program, Shape
 
-# These pass a large array on, or touch only the part of it that is asked for. A scatter or an update that is not in place shows
-# as a copy of its operand, which XLA puts in front of it.
+# These pass a large array on, or touch only the part of it that is asked for. A scatter or an
+# update that is not in place shows as a copy of its operand, which XLA puts in front of it.
 _TOUCH_A_PART = {
     *("parameter", "get-tuple-element", "tuple", "bitcast", "opt-barrier", "while", "call"),
     *("gather", "dynamic-slice", "scatter", "dynamic-update-slice"),
@@ -31,9 +31,11 @@ _NO_KERNEL = {
 def whole_array_ops(
     program: Program, computations: list[Computation], is_large: Callable[[Shape], bool]
 ) -> list[tuple[Instruction, str]]:
-    """Ops that read or write the whole of a large array, each with a line that says which: copies, broadcasts, reduces, arithmetic.
+    """Ops that read or write the whole of a large array, each with a line that says which: copies,
+    broadcasts, reduces, arithmetic.
 
-    So does a conditional that returns one: its branches may copy it (on GPU they do), whatever this program shows.
+    So does a conditional that returns one: its branches may copy it (on GPU they do), whatever this
+    program shows.
     """
     found = []
     for computation in computations:
@@ -70,7 +72,9 @@ def attention_kernels(computations: list[Computation]) -> list[Instruction]:
 
 
 def _reads(i: Instruction, is_large: Callable[[Shape], bool]) -> bool:
-    """Whether it is an attention kernel that is given pages, which it reads a block at a time, and makes none."""
+    """Whether it is an attention kernel that is given pages, which it reads a block at a time, and
+    makes none.
+    """
     return i.opcode == "custom-call" and i.in_scope(KERNEL) and not any(map(is_large, i.shapes))
 
 
@@ -79,7 +83,9 @@ def _largest(shapes) -> Shape:
 
 
 def has_pool_dim(num_blocks: int) -> Callable[[Shape], bool]:
-    """Of the pool's own arrays and the pages, however they are reshaped. `num_blocks` must be a prime above all other sizes."""
+    """Of the pool's own arrays and the pages, however they are reshaped. `num_blocks` must be a
+    prime above all other sizes.
+    """
     return lambda shape: any(dim and dim % num_blocks == 0 for dim in shape.dims)
 
 
@@ -108,7 +114,8 @@ def steady_faults(program: Program, num_blocks: int) -> list[str]:
 class Kernels:
     """What one run of a computation launches, outside the scopes left out.
 
-    `counts` is by opcode and the innermost scopes; `open_loops` are its own loops of unknown length, which are not counted.
+    `counts` is by opcode and the innermost scopes; `open_loops` are its own loops of unknown
+    length, which are not counted.
     """
 
     counts: collections.Counter
@@ -133,11 +140,12 @@ def count_kernels(
     without: tuple[str, ...] = (),
     scopes: tuple[str, ...] = (),
 ) -> Kernels:
-    """Instructions that launch something: fusions, copies, custom calls and all others with work of their own.
+    """Instructions that launch something: fusions, copies, custom calls and all others with work of
+    their own.
 
-    A loop of known length counts its body as often; of a conditional the first branch counts (`lax.cond`: what is done when the
-    predicate is false). A loop of unknown length counts nothing: the caller decides. `without` names scopes to leave out;
-    `scopes` those to list by.
+    A loop of known length counts its body as often; of a conditional the first branch counts
+    (`lax.cond`: what is done when the predicate is false). A loop of unknown length counts nothing:
+    the caller decides. `without` names scopes to leave out; `scopes` those to list by.
     """
     counts: collections.Counter = collections.Counter()
     loops: list[Instruction] = []

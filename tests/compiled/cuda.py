@@ -1,4 +1,6 @@
-"""Compiling for a CUDA GPU where there is none: the program text and sizes are those that a GPU would run."""
+"""Compiling for a CUDA GPU where there is none: the program text and sizes are those that a GPU
+would run.
+"""
 
 import functools
 import importlib.metadata
@@ -23,7 +25,8 @@ def missing_wheels() -> str:
     if any(installed.issuperset(wheels) for wheels in WHEELS):
         return ""
     lacking = [name for name in WHEELS[0] if name not in installed]
-    return f"not compiled for CUDA: {', '.join(lacking)} not installed (make test-cuda-compile installs them)"
+    missing = ", ".join(lacking)
+    return f"not compiled for CUDA: {missing} not installed (make test-cuda-compile installs them)"
 
 
 @functools.cache
@@ -49,11 +52,15 @@ def compile_for(name: str, f, *args, donate_argnums=(), options=None):
 
 
 def compile_sharded(name: str, count: int, f, specs, out_spec, *args):
-    """`f` compiled inside `shard_map` over the axis "x" of `count` devices; `specs` say how `args` and the result are cut."""
+    """`f` compiled inside `shard_map` over the axis "x" of `count` devices; `specs` say how `args`
+    and the result are cut.
+    """
     mesh = jax.sharding.Mesh(devices(name, count), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    place = lambda x, spec: jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec)
-    )
+
+    def place(x, spec):
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
     placed = jax.tree.map(place, args, specs)
     with jax.default_device(devices(name, count)[0]):
         return (

@@ -34,7 +34,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line: `name = shapes opcode(operands), called=..., metadata={op_name="..."}`. A tuple has several shapes."""
+    """One line: `name = shapes opcode(operands), called=..., metadata={op_name="..."}`. A tuple has
+    several shapes.
+    """
 
     name: str
     opcode: str
@@ -85,7 +87,9 @@ class Program:
     entry: Computation
 
     def reach(self, start: str) -> list[Computation]:
-        """`start` and all that run as part of it, other than the insides of fusions and of reducers, each once."""
+        """`start` and all that run as part of it, other than the insides of fusions and of
+        reducers, each once.
+        """
         seen, todo = {}, [start]
         while todo:
             name = todo.pop()
@@ -98,7 +102,9 @@ class Program:
         return list(seen.values())
 
     def loops(self, scope: str, start: Computation | None = None) -> list[Instruction]:
-        """The while loops written directly under `jax.named_scope(scope)`, anywhere or in what `start` runs."""
+        """The while loops written directly under `jax.named_scope(scope)`, anywhere or in what
+        `start` runs.
+        """
         places = self.computations.values() if start is None else self.reach(start.name)
         return [
             i
@@ -122,7 +128,9 @@ class Program:
 
 
 def read(text: str) -> Program:
-    """Raises ValueError where the text is not what this knows how to read: a check must not pass for want of sight."""
+    """Raises ValueError where the text is not what this knows how to read: a check must not pass
+    for want of sight.
+    """
     computations, entry, name, lines = {}, None, None, []
     for line in _COMMENT.sub("", text).splitlines():
         if name is None:

@@ -1,4 +1,6 @@
-"""The programs that the tests compile and look into: `step.run` and `generate` of a small Llama, a prime number of blocks."""
+"""The programs that the tests compile and look into: `step.run` and `generate` of a small Llama, a
+prime number of blocks.
+"""
 
 from functools import partial
 
@@ -44,7 +46,9 @@ def make_model(windows: tuple[int | None, ...], dtype: str = "float32", head_dim
 def step_program(
     kind: str = "full", dtype: str = "float32", decoder=None, head_dim: int = HEAD_DIM
 ):
-    """A function `(params, state, max_steps)` and its abstract arguments; the state is to be donated (argument 1)."""
+    """A function `(params, state, max_steps)` and its abstract arguments; the state is to be
+    donated (argument 1).
+    """
     graphdef, params = (
         make_model(WINDOWS[kind], dtype, head_dim) if decoder is None else nnx.split(decoder)
     )

@@ -1,4 +1,6 @@
-"""The host's side: requests in any number and order, at any time; each gets its own tokens and one end."""
+"""The host's side: requests in any number and order, at any time; each gets its own tokens and one
+end.
+"""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""The step as a pure function: right tokens under every kind of pressure, and nothing left behind."""
+"""The step as a pure function: right tokens under every pressure, and nothing left behind."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Loading: GGUF against Hugging Face, dtypes, and an error for everything that can be wrong with a checkpoint."""
+"""Loading: GGUF against Hugging Face, dtypes, and an error for all that can be wrong."""
 
 import importlib.metadata
 import json

@@ -1,13 +1,18 @@
-"""Sampling parameters are checked when made; the message names the argument, its value and what is accepted."""
+"""Sampling parameters are checked when made; the message names the argument, its value and what is
+accepted.
+"""
 
 import dataclasses
+import inspect
 import math
 
 import numpy as np
 import pytest
 
+from paged_jax import generate
 from paged_jax.errors import InvalidRequestError, PagedJaxError
-from paged_jax.sampling.parameters import SamplingParams
+from paged_jax.sampling.parameters import PARAMETERS, SamplingParams
+from paged_jax.sampling.rows import init_sampling_rows
 
 
 @pytest.mark.parametrize(
@@ -140,3 +145,34 @@ def test_parameters_are_frozen_hashable_and_equal_by_value():
         params.top_k = 3
     with pytest.raises(InvalidRequestError, match="top_k=-7"):
         dataclasses.replace(params, top_k=-7)
+
+
+def test_the_table_and_what_is_made_from_it_agree():
+    """Each row is a field of SamplingParams, an argument of `generate` and an array of the rows."""
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    arguments = inspect.signature(generate).parameters
+    rows = init_sampling_rows(3, 2)
+    assert list(rows.parameters) == [parameter.name for parameter in PARAMETERS]
+    for parameter in PARAMETERS:
+        assert parameter.name in fields and parameter.name in arguments
+        default = getattr(SamplingParams(), parameter.name)
+        assert arguments[parameter.name].default == default == parameter.check(default)
+        array = rows.parameters[parameter.name]
+        assert array.dtype == parameter.dtype and array.tolist() == [parameter.neutral] * 3
+        assert parameter.accepts(parameter.neutral)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "canonical"),
+    [
+        ("temperature", 9e-6, 0),
+        ("temperature", 1e-5, 1e-5),
+        ("top_k", -1, 0),
+        ("top_k", 2**40, 2**31 - 1),
+    ],
+)
+def test_equal_values_have_one_form(name, value, canonical):
+    (parameter,) = (p for p in PARAMETERS if p.name == name)
+    assert parameter.check(value) == getattr(SamplingParams(**{name: value}), name) == canonical
+    clamped = np.asarray([min(value, 2**31 - 1)], np.float64 if name == "temperature" else np.int32)
+    assert parameter.canonical(clamped).tolist() == [canonical]

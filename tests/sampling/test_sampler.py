@@ -1,4 +1,6 @@
-"""Sampling: the kept sets of a plain sort in float64, draws by their probabilities, and nothing of a neighbour's."""
+"""Sampling: the kept sets of a plain sort in float64, draws by their probabilities, and nothing of
+a neighbour's.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +50,9 @@ def draw(logits, rows, lengths=1, wanted=True):
 
 
 def kept_by_sorting(scaled, top_k, top_p, min_p):
-    """The set that min_p, then top_k, then top_p over the renormalised rest leave; ties at a threshold all stay."""
+    """The set that min_p, then top_k, then top_p over the renormalised rest leave; ties at a
+    threshold all stay.
+    """
     x = scaled.astype(np.float64)
     kept = x >= np.log(min_p) if min_p > 0 else np.ones(len(x), bool)
     if 0 < top_k < len(x):
@@ -115,7 +119,8 @@ def test_the_kept_set_is_that_of_a_full_sort(vocab):
         )
         for row, t in zip(scaled, found, strict=True):
             kept = row >= t
-            # Float32 sums may put a sum that all but equals top_p on either side of it; no other freedom.
+            # Float32 sums may put a sum that all but equals top_p on either side of it; no other
+            # freedom.
             least, most = (
                 kept_by_sorting(
                     row, int(top_k), top_p * (1 + sign) if top_p < 1 else 1, min_p * (1 - sign)
@@ -167,7 +172,9 @@ DRAWS = 4096
 )
 @pytest.mark.parametrize("by", ["position", "seed"])
 def test_tokens_come_as_often_as_their_probabilities_say(options, by):
-    """Over positions of one request, and over requests at one position: chi-square within six standard deviations."""
+    """Over positions of one request, and over requests at one position: chi-square within six
+    standard deviations.
+    """
     logits = (np.random.default_rng(3).normal(size=1001) * 2).astype(np.float32)
     each = np.arange(DRAWS)
     rows = make_rows(DRAWS, seed=each if by == "seed" else 11, **options)
@@ -198,7 +205,9 @@ def test_tokens_come_as_often_as_their_probabilities_say(options, by):
 
 
 def test_a_token_of_weight_zero_is_never_drawn(monkeypatch):
-    """Also where the running sum rises by rounding at it, as it does where partial sums are added in a tree."""
+    """Also where the running sum rises by rounding at it, as it does where partial sums are added
+    in a tree.
+    """
 
     def add_in_a_tree(x, axis):
         return jax.lax.associative_scan(jnp.add, x, axis=axis)
@@ -374,7 +383,7 @@ def test_a_row_of_nan_gives_a_token_inside_the_vocabulary_and_harms_no_other(opt
     assert np.array_equal(tokens[others], healthy[others])
 
 
-# ---------------------------------------------------------------- what is not asked for is not paid for
+# ---------------------------------------- what is not asked for is not paid for
 
 
 def inner_programs(equation):

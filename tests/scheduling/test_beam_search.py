@@ -1,4 +1,6 @@
-"""Beam search inside the step finds what a plain search with a full forward pass at every step finds."""
+"""Beam search inside the step finds what a plain search with a full forward pass at every step
+finds.
+"""
 
 from functools import cache as memoize
 
@@ -149,7 +151,9 @@ def test_beside_other_requests_and_under_preemption(request, engine, stop_ids, w
 
 
 def test_beams_over_sliding_windows():
-    """Blocks that pass out of the window go back while beams share others; the second run finds the first one's prefixes."""
+    """Blocks that pass out of the window go back while beams share others; the second run finds the
+    first one's prefixes.
+    """
     model = load_model(TINY / "mistral-window", "float32")[0]
     assert any(window is not None and window < 16 for window in model.config.group_windows)
     sizes = dict(max_num_seqs=8, max_num_batched_tokens=13, num_rows=16, block_size=4)

@@ -1,4 +1,6 @@
-"""Several outputs of one prompt: the prompt is computed once, its blocks are shared, and each output is its own."""
+"""Several outputs of one prompt: the prompt is computed once, its blocks are shared, and each
+output is its own.
+"""
 
 import pytest
 
@@ -44,7 +46,9 @@ def engine():
 
 @pytest.fixture(scope="module")
 def over_windows():
-    """Engines of a model with full and sliding-window layers: a whole prompt a step, and in chunks without and with caching."""
+    """Engines of a model with full and sliding-window layers: a whole prompt a step, and in chunks
+    without and with caching.
+    """
     model = ToyDecoder(windows=(None, 5), max_model_len=64)
     whole = make_engine(120, model, max_num_batched_tokens=40, widths=(40,))
     return whole, make_engine(120, model), make_engine(120, model, enable_prefix_caching=True)
@@ -69,7 +73,8 @@ def test_the_prompt_is_computed_once_and_its_blocks_are_shared(engine, length):
     spent = (
         after.computed_tokens - before.computed_tokens if before else after.computed_tokens
     ).item()
-    # Each of the others computes the last token of the prompt for its own first token; the last token of all is never computed.
+    # Each of the others computes the last token of the prompt for its own first token; the last
+    # token of all is never computed.
     assert spent == length + 3 + 4 * 5
     copied = (after.copied_blocks - before.copied_blocks if before else after.copied_blocks).item()
     assert copied == (3 if length % 4 else 0)
@@ -96,7 +101,9 @@ def test_blocks_at_peak_are_the_shared_prompt_and_each_outputs_own_rest():
 
 @pytest.mark.parametrize("num_blocks", [9, 20])
 def test_a_small_pool_and_few_places_give_the_same_outputs(engine, num_blocks):
-    """Children are preempted and resumed on their own, and wait as ordinary rows where the parent has ended before they start."""
+    """Children are preempted and resumed on their own, and wait as ordinary rows where the parent
+    has ended before they start.
+    """
     requests = [
         (p, sampling(n, seed=i))
         for i, (p, n) in enumerate(zip(random_prompts(5, [9, 14, 3]), [4, 3, 2], strict=True))
@@ -118,7 +125,9 @@ def test_a_window_that_has_passed_the_prompt_makes_a_late_child_start_by_itself(
 
 @pytest.mark.parametrize("length", [37, 38, 40])
 def test_a_window_and_a_prompt_in_chunks(over_windows, length):
-    """Who shares a prompt whose last chunk is of this step must find the blocks of that chunk too, in every group."""
+    """Who shares a prompt whose last chunk is of this step must find the blocks of that chunk too,
+    in every group.
+    """
     (prompt,) = random_prompts(length, [length])
     request = (prompt, sampling(3, max_tokens=6))
     whole, *chunked = over_windows
@@ -139,7 +148,9 @@ def test_aborting_a_request_ends_all_its_outputs(engine):
 
 
 def test_a_row_reused_while_a_child_waits_is_nobodys_parent(engine):
-    """The first output ends at once; its row goes to another request before the last output has started."""
+    """The first output ends at once; its row goes to another request before the last output has
+    started.
+    """
     narrow = make_engine(60, max_num_seqs=1, num_rows=2)
     first, second = random_prompts(8, [7, 9])
     requests = [(first, sampling(2, max_tokens=1)), (second, sampling(1, seed=5, max_tokens=9))]

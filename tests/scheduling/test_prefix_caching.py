@@ -1,6 +1,7 @@
 """What a request finds in the cache, by the numbers, and that finding it never changes a token.
 
-The toy decoder's next token is a function of the whole context as it stands in the pages: a wrong block shows at once.
+The toy decoder's next token is a function of the whole context as it stands in the pages: a wrong
+block shows at once.
 """
 
 from unittest import mock
@@ -230,7 +231,9 @@ def test_samples_that_start_after_an_update_share_old_content_but_do_not_make_it
 
 
 def test_a_preempted_request_finds_its_own_blocks_again(engine):
-    """Two prompts of 80 tokens in ten blocks: the second gives way, and resumes with what was not taken from it."""
+    """Two prompts of 80 tokens in ten blocks: the second gives way, and resumes with what was not
+    taken from it.
+    """
     prompts = random_tokens(20, 80), random_tokens(21, 80)
     ids = [add(engine, prompt, 12) for prompt in prompts]
     tokens, cached = finish(engine)
@@ -241,8 +244,9 @@ def test_a_preempted_request_finds_its_own_blocks_again(engine):
 
 @pytest.mark.parametrize(("bits", "known"), [(32, 20), (1, 14), (2, 20)])
 def test_contents_that_differ_in_their_last_token_alone_have_places_of_their_own(bits, known):
-    """20 blocks; were the hash blind to the last token, a set of eight would have to hold them all. Sets that are full (two of
-    them with one bit of hash) take no more, and nothing else is lost."""
+    """20 blocks; were the hash blind to the last token, a set of eight would have to hold them all.
+    Sets that are full (two of them with one bit of hash) take no more, and nothing else is lost.
+    """
     tables = init_tables(1, 20, 1)
     tables = tables.replace(
         blocks=jnp.arange(1, 21, dtype=jnp.int32).reshape(1, 20, 1),
@@ -325,7 +329,9 @@ def engines():
 
 
 def poison(engine):
-    """NaN wherever nothing is that anyone may read: not a running row's computed token, nor a block worth keeping."""
+    """NaN wherever nothing is that anyone may read: not a running row's computed token, nor a block
+    worth keeping.
+    """
     cache, seqs = engine.state.cache, jax.device_get(engine.state.seqs)
     tables, directory = jax.device_get((cache.tables, cache.directory))
     size = engine.config.block_size
@@ -343,7 +349,9 @@ def poison(engine):
 
 @pytest.mark.parametrize("which", ["full", "window", "collisions"])
 def test_tokens_are_the_same_with_and_without_caching(engines, which):
-    """Workloads that share beginnings, run into the cache that earlier ones left, with eviction, preemption, forks and aborts."""
+    """Workloads that share beginnings, run into the cache that earlier ones left, with eviction,
+    preemption, forks and aborts.
+    """
 
     @settings(
         max_examples=200 if which == "full" else 100,

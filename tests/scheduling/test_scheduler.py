@@ -1,4 +1,6 @@
-"""Who runs, who waits and who gives way: the scheduler's rules by their numbers, on an engine with ten blocks of sixteen."""
+"""Who runs, who waits and who gives way: the scheduler's rules by their numbers, on an engine with
+ten blocks of sixteen.
+"""
 
 from functools import partial
 
@@ -64,7 +66,9 @@ def table(engine, row):
 
 
 def scheduled(lengths, *, budget, max_running):
-    """The first step's plan for prompts of these lengths: running rows, their tokens and blocks, and how many rows wait."""
+    """The first step's plan for prompts of these lengths: running rows, their tokens and blocks,
+    and how many rows wait.
+    """
     config = EngineConfig(
         200, 1000, max_num_seqs=max_running, max_num_batched_tokens=budget, num_rows=6
     )

@@ -22,9 +22,10 @@ jaxtyping.install_import_hook("paged_jax", "annotations.check")
 
 @pytest.fixture
 def no_annotation_checks():
-    """Turn the checks of annotations off, as users have it: for arguments of a wrong type.
+    """Turn the checks of annotations off, as users have it.
 
-    An annotation would raise before the function does.
+    For arguments of a wrong type, where an annotation would raise before the function does. And for
+    thousands of calls of what is traced and checked elsewhere: a check costs far more than a call.
     """
     was_off = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)

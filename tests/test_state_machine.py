@@ -12,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -53,6 +54,7 @@ CONFIGS = [
         (31, (None, 6), True),
     )
 ]
+unchecked = pytest.mark.usefixtures("no_annotation_checks")
 APPENDED, CHILDREN = 3, 2  # rows in one call of a fixed shape
 
 
@@ -204,7 +206,7 @@ class AgainstPlainCache(RuleBasedStateMachine):
         )
 
 
-TestAgainstPlainCache = AgainstPlainCache.TestCase
+TestAgainstPlainCache = unchecked(AgainstPlainCache.TestCase)
 TestAgainstPlainCache.settings = settings(
     max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
@@ -349,7 +351,7 @@ class AgainstPlainScheduler(RuleBasedStateMachine):
             assert self.plain.num_free() == self.usable
 
 
-TestAgainstPlainScheduler = AgainstPlainScheduler.TestCase
+TestAgainstPlainScheduler = unchecked(AgainstPlainScheduler.TestCase)
 TestAgainstPlainScheduler.settings = settings(
     max_examples=60,
     stateful_step_count=20,

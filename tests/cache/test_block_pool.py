@@ -324,7 +324,7 @@ class AgainstPlainPool(RuleBasedStateMachine):
         self.compare()
 
 
-TestAgainstPlainPool = AgainstPlainPool.TestCase
+TestAgainstPlainPool = pytest.mark.usefixtures("no_annotation_checks")(AgainstPlainPool.TestCase)
 TestAgainstPlainPool.settings = settings(
     max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )

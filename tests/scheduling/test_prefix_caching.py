@@ -14,12 +14,11 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engines import make_engine, news
+from engines import make_engine, news, programs
 from paged_jax import BeamSearchParams, CacheConfig, ConfigError, SamplingParams, check_integrity
 from paged_jax.cache import content_hash, prefix_directory, registration
 from paged_jax.cache.block_pool import free_queue
 from paged_jax.cache.block_table import init_tables
-from paged_jax.engine.dispatch import compile_programs
 from run_model import TINY
 from toy_decoder import ToyDecoder, random_prompts
 
@@ -309,7 +308,7 @@ def engine_with_bits(bits, windows=(None,), sizes=SMALL):
     """An engine of which hashes have so many bits: with few nearly all collide."""
     model = ToyDecoder(windows=windows, max_model_len=128)
     engine = make_engine(model, max_model_len=40, num_rows=6, block_size=4, **sizes)
-    engine._programs = compile_programs(nnx.split(model)[0], engine.widths)  # of these bits only
+    engine._programs = programs.__wrapped__(nnx.split(model)[0], engine.widths)  # for these bits
     with mock.patch.object(content_hash, "HASH_BITS", bits):
         engine.run(1)
         add(engine, [1, 2, 3])
@@ -347,6 +346,7 @@ def poison(engine):
     engine.state = engine.state.replace(cache=cache.replace(kv=kv))
 
 
+@pytest.mark.usefixtures("no_annotation_checks")
 @pytest.mark.parametrize("which", ["full", "window", "collisions"])
 def test_tokens_are_the_same_with_and_without_caching(engines, which):
     """Workloads that share beginnings, run into the cache that earlier ones left, with eviction,

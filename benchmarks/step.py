@@ -66,7 +66,7 @@ def decoding(rows: int, num_blocks: int, windows, caching: bool):
     model, config = NoDecoder(windows), engine_config(rows, num_blocks, caching)
     state = init_state(config, model)
     make = partial(
-        make_request, config=config, cache=state.cache.config, vocab_size=8, eos_token_ids=()
+        make_request, config=config, cache_config=state.cache.config, vocab_size=8, eos_token_ids=()
     )
     params = SamplingParams(temperature=0, max_tokens=min(MAX_LEN // 2, num_blocks * 8))
     requests = {

@@ -7,7 +7,7 @@ places and blocks come free. `generate_arguments` checks what is passed.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,7 @@ import numpy as np
 from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int
 
-from paged_jax.cache import prefix_directory
-from paged_jax.cache.block_table import init_tables
-from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.cache.paged_cache import PagedCache, with_empty_rows, with_rows_of
 from paged_jax.config import EngineConfig
 from paged_jax.engine.counters import Counters
 from paged_jax.engine.step import EngineState, init_state, run
@@ -79,8 +77,7 @@ def generate(
     Args:
         graphdef, params: of a decoder, from `nnx.split(model)`. Params may be traced and sharded.
             No gradient flows into them.
-        prompts: ints [B, P], token ids; row i is valid up to `prompt_lens[i]`.
-        prompt_lens: ints [B].
+        prompts, prompt_lens: token ids [B, P], of which row i is valid up to `prompt_lens[i]`.
         key: of the samples' random streams. A sample's tokens depend on its own stream, not on its
             neighbours.
         max_new_tokens: output tokens at most, an int or ints [B]. Not traced: the greatest is a
@@ -105,7 +102,7 @@ def generate(
         key,
         max_new_tokens=max_new_tokens,
         num_samples=num_samples,
-        filters=dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+        parameters=dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
         stop_ids=dict(eos_ids=eos_ids, stop_ids=stop_ids),
         block_size=block_size,
         num_blocks=num_blocks,
@@ -116,6 +113,17 @@ def generate(
     return _generate(graphdef, sizes, cache, params, arrays)
 
 
+class Outputs(NamedTuple):
+    """The fields of `Generated`: arrays, or how each is sharded."""
+
+    tokens: Any
+    lengths: Any
+    logprobs: Any
+    finish_reason: Any
+    stats: Any
+    cache: Any
+
+
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _generate(
     graphdef: Any, sizes: Sizes, cache: PagedCache | None, params: Any, prompts: Prompts
@@ -124,16 +132,16 @@ def _generate(
     run_loop = partial(_run, graphdef, sizes)
     mesh = _explicit_mesh(params)
     if mesh is None:
-        return Generated(*run_loop(cache, params, prompts))
+        return Generated(**run_loop(cache, params, prompts)._asdict())
     # The bookkeeping gathers and scatters by data. An explicit mesh would ask to annotate each of
     # those. Inside, the compiler decides; outside, a cache keeps the sharding that it came with and
     # everything else is whole on each device.
     whole: Any = jax.sharding.PartitionSpec()
     kept = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, cache)
-    out: Any = (whole, whole, whole, whole, whole, kept)
+    out: Any = Outputs(whole, whole, whole, whole, whole, cache=kept)
     with jax.sharding.use_abstract_mesh(mesh):
         in_mesh: Any = jax.sharding.auto_axes(run_loop, axes=mesh.explicit_axes, out_sharding=out)
-        return Generated(*in_mesh(cache, params, prompts))
+        return Generated(**in_mesh(cache, params, prompts)._asdict())
 
 
 def _explicit_mesh(params: Any) -> Any:
@@ -147,8 +155,8 @@ def _explicit_mesh(params: Any) -> Any:
 
 def _run(
     graphdef: Any, sizes: Sizes, cache: PagedCache | None, params: Any, prompts: Prompts
-) -> tuple:
-    """Return the fields of `Generated`."""
+) -> Outputs:
+    """Run the whole loop."""
     model = nnx.merge(graphdef, jax.tree.map(jax.lax.stop_gradient, params))
     config = sizes.config
     if sizes.is_roomy:  # every running row at its longest
@@ -156,30 +164,12 @@ def _run(
         config = replace(config, num_blocks=1 + rows_blocks * len(model.kv_groups))
     cache_config = config.cache_config(model)
     check_fits(config, cache_config, model, sizes.stop_ids, cache)
-    own = None if cache is None else _with_own_rows(cache, cache_config)
+    own = None if cache is None else with_empty_rows(cache, cache_config)
     state = init_state(config, model, own)
     new, is_valid = _rows(config, model.vocab_size, sizes, prompts)
     state = state.replace(seqs=sequences.add(state.seqs, new))
     state, _ = run(model, state, jnp.int32(2**31 - 1))
     return _collect(state, is_valid, sizes, prompts, cache)
-
-
-def _with_own_rows(cache: PagedCache, config: Any) -> PagedCache:
-    """Return the cache with empty tables of this run's own.
-
-    Rows that the caller holds stay in the caller's tables.
-    """
-    tables = init_tables(config.num_groups, config.num_rows, config.max_blocks_per_row)
-    return cache.replace(tables=tables, directory=None, config=config)
-
-
-def _return_cache(after: PagedCache, before: PagedCache) -> PagedCache:
-    """Return the pages and pool of this run with the caller's rows.
-
-    What the directory knew may have been overwritten, so it knows nothing any more.
-    """
-    directory = None if before.directory is None else prefix_directory.reset(before.directory)
-    return before.replace(pool=after.pool, kv=after.kv, directory=directory)
 
 
 def _rows(
@@ -202,7 +192,8 @@ def _rows(
     stop_ids = jnp.asarray(sizes.stop_ids or (-1,), jnp.int32)
     sampling = SamplingRows(
         parameters={
-            p.name: p.canonical(repeat(prompts.filters[p.name].astype(p.dtype))) for p in PARAMETERS
+            p.name: p.canonical(repeat(prompts.parameters[p.name].astype(p.dtype)))
+            for p in PARAMETERS
         },
         seed=jax.random.bits(prompts.key, (config.num_rows,), jnp.uint32),
         min_len=jnp.zeros_like(lens),
@@ -227,8 +218,8 @@ def _collect(
     sizes: Sizes,
     prompts: Prompts,
     cache: PagedCache | None,
-) -> tuple:
-    """Cut the outputs out of the rows; returns the fields of `Generated`."""
+) -> Outputs:
+    """Cut the outputs out of the rows."""
     seqs, max_len = state.seqs, state.config.max_model_len
     shape = (prompts.tokens.shape[0], sizes.num_samples)
     max_new = max_len - prompts.tokens.shape[1]
@@ -242,11 +233,11 @@ def _collect(
             *shape, max_new
         )
 
-    return (
-        cut(seqs.tokens),
-        lengths.reshape(shape),
-        cut(seqs.logprobs),
-        jnp.where(is_valid, seqs.finish_reason, INVALID).reshape(shape),
-        state.counters,
-        None if cache is None else _return_cache(state.cache, cache),
+    return Outputs(
+        tokens=cut(seqs.tokens),
+        lengths=lengths.reshape(shape),
+        logprobs=cut(seqs.logprobs),
+        finish_reason=jnp.where(is_valid, seqs.finish_reason, INVALID).reshape(shape),
+        stats=state.counters,
+        cache=None if cache is None else with_rows_of(state.cache, cache),
     )

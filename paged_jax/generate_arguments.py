@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, Key, Shaped, UInt
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.checks import MOST, check_int
 from paged_jax.config import CacheConfig, EngineConfig
-from paged_jax.engine.requests import max_blocks
+from paged_jax.engine.requests import max_blocks_held
 from paged_jax.errors import ConfigError, InvalidRequestError
 from paged_jax.sampling.parameters import PARAMETERS, Parameter, check_ids
 
@@ -42,14 +42,14 @@ class Prompts(struct.PyTreeNode):
 
     Attributes:
         limits: new tokens of each prompt at most.
-        filters: an array for each name of `sampling.parameters.PARAMETERS`.
+        parameters: an array for each name of `sampling.parameters.PARAMETERS`.
     """
 
     tokens: Int[Array, "B P"]
     lens: Int[Array, "B"]
     key: Key[Array, ""] | UInt[Array, "words"]
     limits: Int[Array, "B"]
-    filters: dict[str, Shaped[Array, "B"]]
+    parameters: dict[str, Shaped[Array, "B"]]
 
 
 def check_arguments(
@@ -61,7 +61,7 @@ def check_arguments(
     *,
     max_new_tokens: Any,
     num_samples: Any,
-    filters: Mapping[str, Any],
+    parameters: Mapping[str, Any],
     stop_ids: Mapping[str, Any],
     block_size: Any,
     num_blocks: Any,
@@ -103,7 +103,7 @@ def check_arguments(
         block_size=block_size,
         max_stop_ids=max(len(stops), 1),
     )
-    values = {p.name: _per_prompt(p, filters[p.name], batch) for p in PARAMETERS}
+    values = {p.name: _per_prompt(p, parameters[p.name], batch) for p in PARAMETERS}
     arrays = Prompts(tokens, lens, jnp.asarray(key), jnp.asarray(limits), values)
     return Sizes(config, is_roomy, stops, num_samples), arrays
 
@@ -121,7 +121,7 @@ def check_fits(
             f"max_new_tokens: with prompts {config.max_model_len} tokens; the model was made for "
             f"{model.max_model_len} at most"
         )
-    need = max_blocks(needed, config.max_model_len, config.max_num_batched_tokens)
+    need = max_blocks_held(needed, config.max_model_len, config.max_num_batched_tokens)
     if need > config.num_blocks - 1:
         raise ConfigError(
             f"num_blocks={config.num_blocks}: a row of {config.max_model_len} tokens (the prompts' "
@@ -134,19 +134,18 @@ def check_fits(
                 f"eos_ids, stop_ids: {token} is outside the vocabulary of {model.vocab_size}"
             )
     if cache is not None:
-        _check_pages(cache.config, needed)
+        _check_pages(cache, needed)
 
 
-def _check_pages(given: CacheConfig, needed: CacheConfig) -> None:
-    """Raise ConfigError where a cache has other pages than the model needs."""
-
-    def pages(config):
-        sizes = (config.num_blocks, config.block_size, config.num_kv_heads, config.head_dim)
-        return f"{config.num_layers} of {sizes} {config.dtype}"
-
-    if pages(given) != pages(needed) or given.groups != needed.groups:
+def _check_pages(cache: PagedCache, needed: CacheConfig) -> None:
+    """Raise ConfigError where a cache has other groups or pages than the model needs."""
+    arrays = (cache.kv.k_pages, cache.kv.v_pages)
+    given = [[f"{pages.shape} {pages.dtype}" for pages in kind] for kind in arrays]
+    shape = (needed.num_blocks, needed.block_size, needed.num_kv_heads, needed.head_dim)
+    wanted = [[f"{shape} {needed.dtype}"] * needed.num_layers] * 2
+    if given != wanted or cache.config.groups != needed.groups:
         raise ConfigError(
-            f"cache: pages {pages(given)}, groups {given.groups}; the model needs {pages(needed)}, "
+            f"cache: pages {given[0]}, groups {cache.config.groups}; the model needs {wanted[0]}, "
             f"groups {needed.groups}: `init_cache(CacheConfig.for_decoder(model, ...))`"
         )
 

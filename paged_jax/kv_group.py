@@ -60,6 +60,10 @@ class KVGroup(ABC):
     def max_new_blocks(self, num_tokens: int, num_rows: int, block_size: int) -> int:
         """Bound the blocks that admitted rows newly need in a step of `num_tokens` tokens."""
 
+    @abstractmethod
+    def max_passed_blocks(self, num_tokens: int, num_rows: int, block_size: int) -> int:
+        """Bound the blocks that the rows release in a step of `num_tokens` tokens."""
+
 
 @dataclass(frozen=True)
 class FullAttention(KVGroup):
@@ -83,6 +87,10 @@ class FullAttention(KVGroup):
     def max_new_blocks(self, num_tokens: int, num_rows: int, block_size: int) -> int:
         """Return one block a row: the prompt's were allocated at admission."""
         return num_rows
+
+    def max_passed_blocks(self, num_tokens: int, num_rows: int, block_size: int) -> int:
+        """Return 0."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,11 @@ class SlidingWindow(KVGroup):
 
     def max_new_blocks(self, num_tokens: int, num_rows: int, block_size: int) -> int:
         """Return what the rows' chunks can begin."""
-        return max_blocks_begun(num_tokens, num_rows, block_size)
+        return _max_blocks_begun(num_tokens, num_rows, block_size)
+
+    def max_passed_blocks(self, num_tokens: int, num_rows: int, block_size: int) -> int:
+        """Return what the window's lower end can complete: it moves as the tokens do."""
+        return _max_blocks_begun(num_tokens, num_rows, block_size)
 
 
 type KVGroups = tuple[KVGroup, ...]
@@ -128,7 +140,7 @@ def attention_group(window: int | None, num_layers: int = 0) -> KVGroup:
     return SlidingWindow(num_layers, window)
 
 
-def max_blocks_begun(num_tokens: int, num_rows: int, block_size: int) -> int:
+def _max_blocks_begun(num_tokens: int, num_rows: int, block_size: int) -> int:
     """Bound the blocks that `num_tokens` tokens of `num_rows` rows begin or complete."""
     return min(num_tokens, num_tokens // block_size + num_rows)
 
@@ -170,13 +182,13 @@ def longest_start(
     groups: KVGroups,
     is_cached: Bool[Array, "G C"],
     num_tokens: Int[Array, ""],
-    max_blocks: Int[Array, ""],
+    num_cached: Int[Array, ""],
     block_size: int,
 ) -> tuple[Int[Array, ""], Int[Array, "G"]]:
     """Return the most leading blocks that every group can start from.
 
-    Also returns each group's first live block then. A group needs its blocks from that one on. The
-    last token is always computed.
+    They are among the first `num_cached`. Also returns each group's first live block then. A group
+    needs its blocks from that one on. The last token is always computed.
 
         full    # # # #      c = 4: the window reads blocks 2 and 3, and block 3 is missing
         window  . # # .      c = 3: the window reads blocks 1 and 2, which are there -> 3, [0, 1]
@@ -188,5 +200,5 @@ def longest_start(
     lost = jnp.pad(lost, ((0, 0), (1, 0)))
     before_low = jnp.take_along_axis(lost, jnp.minimum(low, counts), axis=1)
     is_whole = jnp.all(lost == before_low, axis=0)
-    count = jnp.max(jnp.where(is_whole & (counts <= max_blocks), counts, 0))
+    count = jnp.max(jnp.where(is_whole & (counts <= num_cached), counts, 0))
     return count, low[:, count]

@@ -10,7 +10,7 @@ from flax import nnx
 from paged_jax.default_sizes import choose_sizes
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.report import STEPS_PER_DISPATCH, Update
-from paged_jax.errors import ConfigError, InvalidRequestError
+from paged_jax.errors import ConfigError, InvalidRequestError, NoProgressError
 from paged_jax.jobs import GrowingOutput, Job, progress_bar
 from paged_jax.llm_arguments import (
     Message,
@@ -242,11 +242,19 @@ class LLM:
             # Interrupted, or closed early: nothing of ours may stay behind.
             for request_id in open_ids:
                 engine.abort(request_id)
-            engine.collect_all()
-            if any(not engine.is_finished(request_id) for request_id in open_ids):
-                engine.run(1)
-            for request_id in open_ids:
-                engine.take(request_id)
+            self._drop(list(open_ids))
+
+    def _drop(self, request_ids: list[str]) -> None:
+        """Run aborted requests to their end, and forget their updates."""
+        engine = self.engine
+        for finish in (engine.collect_all, engine.collect_all, lambda: engine.run(1)):
+            try:
+                if engine.is_flying() or not all(map(engine.is_finished, request_ids)):
+                    finish()
+            except NoProgressError:  # of other requests: whoever waits for those learns of it
+                continue
+        for request_id in request_ids:
+            engine.drop(request_id)
 
     def _stream(
         self, tokens: list[int], params: Params | None, cache_salt: str | None

@@ -269,7 +269,11 @@ def test_misuse_is_answered_by_name():
         max_new_tokens=61,
     )
     bad = init_cache(CacheConfig(9, 1, 1, groups=(FullAttention(2),), num_kv_heads=3))
-    refuses(ConfigError, "cache: pages 2 of .* the model needs 1 of", cache=bad)
-    refuses(ConfigError, "cache: pages 0 of", cache=init_cache(CacheConfig(9, 1, 1)))
+    refuses(ConfigError, r"cache: pages \[.*, .*\], .* the model needs \[", cache=bad)
+    refuses(ConfigError, r"cache: pages \[\]", cache=init_cache(CacheConfig(9, 1, 1)))
+    own = init_cache(CacheConfig.for_decoder(TOY, num_blocks=9, block_size=4))
+    half = own.replace(kv=jax.tree.map(lambda pages: pages.astype(jnp.bfloat16), own.kv))
+    refuses(ConfigError, r"cache: pages \[.*bfloat16.*the model needs", cache=half)
+    refuses(ConfigError, r"cache: pages \[\]", cache=own.books)
     with pytest.raises(ConfigError, match="max_new_tokens: is traced"):
         jax.jit(lambda n: generate(graphdef, params, prompts, lens, KEY, max_new_tokens=n))(4)

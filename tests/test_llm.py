@@ -10,8 +10,11 @@ from paged_jax import (
     BeamSearchParams,
     ConfigError,
     InvalidRequestError,
+    NoProgressError,
     SamplingParams,
+    allocate_slots,
     check_integrity,
+    free,
 )
 from toy_decoder import ToyDecoder, random_prompts
 
@@ -216,3 +219,22 @@ def test_a_stream_that_was_never_read_queued_nothing(llm):
     assert not llm.engine.has_unfinished()
     with pytest.raises(InvalidRequestError, match="97"):
         llm.stream([97], GREEDY)
+
+
+def test_what_can_never_start_leaves_the_engine_free_for_others(llm):
+    """Blocks are held by a row of somebody else: the error comes through, and nothing stays behind."""
+    engine, rows = llm.engine, [7, 6, 5]
+    state, free_before = engine.state, int(engine.state.cache.pool.num_free)
+    held, ok = allocate_slots(state.cache, rows, [40, 40, 36])
+    assert ok
+    engine.state = state.replace(cache=held)
+    with pytest.raises(NoProgressError, match="2 requests wait, none runs"):
+        llm.generate([[5] * 20, [6] * 3], GREEDY, progress=False)
+    assert not engine.has_unfinished() and engine.run(1) == []
+    cache, _ = free(engine.state.cache, rows)
+    engine.state = engine.state.replace(cache=cache)
+    (prompt,) = random_prompts(8, [6])
+    (output,) = llm.generate([prompt], GREEDY, progress=False)
+    assert output.outputs[0].token_ids == MODEL.continuation(prompt, 9)
+    assert int(engine.state.cache.pool.num_free) == free_before
+    assert check_integrity(engine.state) == []

@@ -29,7 +29,7 @@ from paged_jax import (
 )
 from paged_jax.cache import block_pool
 from paged_jax.cache.paged_cache import release_passed_blocks
-from paged_jax.engine.requests import Output, make_request, max_blocks, to_rows
+from paged_jax.engine.requests import Output, make_request, max_blocks_held, to_rows
 from paged_jax.engine.step import init_state, step
 from paged_jax.kv_group import attention_group
 from paged_jax.scheduling import sequences
@@ -294,7 +294,7 @@ class AgainstPlainScheduler(RuleBasedStateMachine):
             length, more = rng.integers(1, 21).item(), rng.integers(1, 21).item()
             more = min(more, self.config.max_model_len - length)
             while (
-                max_blocks(self.sizes, length + more, self.config.max_num_batched_tokens)
+                max_blocks_held(self.sizes, length + more, self.config.max_num_batched_tokens)
                 > self.usable
             ):
                 more, length = (more - 1, length) if more > 1 else (more, length - 1)
@@ -307,7 +307,7 @@ class AgainstPlainScheduler(RuleBasedStateMachine):
             stop_ids = (self.model.continuation(prompt, more)[-1],) if rng.random() < 0.2 else ()
             params = SamplingParams(temperature=0, max_tokens=more, stop_token_ids=stop_ids)
             given = dict(vocab_size=self.model.vocab_size, eos_token_ids=())
-            given |= dict(config=self.config, cache=self.sizes)
+            given |= dict(config=self.config, cache_config=self.sizes)
             request = make_request("", prompt, params, **given)
             new = to_rows({row: Output(request, 0)}, self.config)
             self.state = self.state.replace(seqs=self.programs["add"](self.state.seqs, new))

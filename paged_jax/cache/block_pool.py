@@ -213,6 +213,15 @@ def add_references(
     return pool.replace(ref_count=pool.ref_count.at[target].add(times, mode="drop"))
 
 
+def drop_shared_references(pool: BlockPool, blocks: Int[Array, "k"]) -> BlockPool:
+    """Drop one reference for each entry that names a block others hold too; 0 is skipped.
+
+    Never the last one: then a block would have to be queued (`release`).
+    """
+    target = jnp.where(blocks == 0, pool.num_blocks, blocks)
+    return pool.replace(ref_count=pool.ref_count.at[target].add(-1, mode="drop"))
+
+
 def touch(pool: BlockPool, blocks: Int[Array, "k"], times: Int[Array, ""] | int) -> BlockPool:
     """Add `times` references to each of the distinct blocks; 0 is skipped.
 

@@ -22,7 +22,7 @@ from paged_jax.cache.block_table import BlockTables, init_tables
 from paged_jax.cache.pages import KVCache, init_pages
 from paged_jax.cache.prefix_directory import PrefixDirectory, init_directory
 from paged_jax.config import CacheConfig
-from paged_jax.kv_group import first_live_blocks, max_blocks_begun, releasing_groups
+from paged_jax.kv_group import first_live_blocks, releasing_groups
 
 RELEASE_ROWS = 4  # rows released in one pass; few, because a pass costs this times the table width
 
@@ -51,6 +51,24 @@ def init_cache(config: CacheConfig) -> PagedCache:
         kv=init_pages(config),
         config=config,
     )
+
+
+def with_empty_rows(cache: PagedCache, config: CacheConfig) -> PagedCache:
+    """Return the same pool and pages with empty tables of other sizes, and without a directory.
+
+    Blocks that rows of `cache` hold stay in use: its own tables keep them.
+    """
+    tables = init_tables(config.num_groups, config.num_rows, config.max_blocks_per_row)
+    return cache.replace(tables=tables, directory=None, config=config)
+
+
+def with_rows_of(cache: PagedCache, before: PagedCache) -> PagedCache:
+    """Invert `with_empty_rows`: the pool and pages of `cache` with the rows that `before` has.
+
+    What the directory of `before` knew may have been overwritten, so it is emptied.
+    """
+    directory = None if before.directory is None else prefix_directory.reset(before.directory)
+    return before.replace(pool=cache.pool, kv=cache.kv, directory=directory)
 
 
 # ---------------------------------------------------------------- take blocks from the queue
@@ -167,9 +185,8 @@ def replace_blocks(
     new = ids[jnp.maximum(rank, 0)]
     pool, past = cache.pool, cache.pool.num_blocks
     target = jnp.where(chosen, row, cache.tables.num_rows)
-    released = jnp.where(chosen, old, past)
     cache = cache.replace(
-        pool=pool.replace(ref_count=pool.ref_count.at[released].add(-1, mode="drop")),
+        pool=block_pool.drop_shared_references(pool, jnp.where(chosen, old, 0)),
         tables=cache.tables.replace(blocks=blocks.at[group, target, column].set(new, mode="drop")),
     )
     place = jnp.where(chosen, rank, max_count)
@@ -262,7 +279,8 @@ def release_passed_blocks(
         return cache
     groups, num = tuple(config.groups[g] for g in releasing), len(releasing)
     low, high = (first_live_blocks(groups, x, config.block_size).T for x in (before, after))
-    max_count = num * max_blocks_begun(max_tokens, rows.shape[0], config.block_size)
+    sizes = (max_tokens, rows.shape[0], config.block_size)
+    max_count = sum(group.max_passed_blocks(*sizes) for group in groups)
     owner, rank, is_valid = ragged_indices((high - low).ravel(), max_count)
     group = jnp.asarray(releasing, jnp.int32)[owner % num]
     row, column = rows[owner // num], low.ravel()[owner] + rank

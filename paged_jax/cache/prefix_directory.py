@@ -153,16 +153,16 @@ def find_prefix(
     tokens: Int[Array, "L"],
     num_blocks: Int[Array, ""] | int,
     root: Int[Array, ""],
-    max_blocks: int,
+    num_columns: int,
 ) -> Prefix:
     """Find the longest registered beginning of `tokens`.
 
     It has `num_blocks` full blocks at most. The cost does not depend on N.
-    `max_blocks` is the number of columns (M) of the result.
+    `num_columns` is M, the columns of the result.
     """
     size = directory.block_size
-    tokens = jnp.pad(tokens, (0, max_blocks * size - tokens.shape[0])).reshape(max_blocks, size)
-    column = jnp.arange(max_blocks, dtype=jnp.int32)
+    tokens = jnp.pad(tokens, (0, num_columns * size - tokens.shape[0])).reshape(num_columns, size)
+    column = jnp.arange(num_columns, dtype=jnp.int32)
     hashes = root_hash(root) + jnp.cumsum(hash_blocks(tokens, column), dtype=jnp.uint32)
     ways, is_equal = find_candidates(directory, to_key(hashes), tokens)
     blocks, ids = follow_chain(directory, ways, is_equal, root, column == 0)

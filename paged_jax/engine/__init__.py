@@ -3,6 +3,7 @@
 step        the engine's state, one step, and a run of many
 counters    what happened since the state was made
 requests    requests, checked and laid out as rows
+dispatch    the programs, and the updates in their reports
 report      what the host learns of a dispatch
 mailbox     updates of each request, until they are taken
 engine      requests in, updates out, between dispatches

@@ -108,7 +108,7 @@ def read_updates(
         output.num_seen += num_new
         tokens, logprobs = _newest(report, row, num_new, totals[row], seqs)
         reason = FINISH_REASONS[reasons[row]] if is_finished else None
-        is_own_stop = reason == "stop" and tokens[-1] not in request.eos_ids
+        is_own_stop = reason == "stop" and bool(tokens) and tokens[-1] not in request.eos_ids
         yield (
             row,
             Update(

@@ -158,7 +158,7 @@ class Engine:
             prompt,
             SamplingParams() if sampling_params is None else sampling_params,
             config=self.config,
-            cache=self.state.cache.config,
+            cache_config=self.state.cache.config,
             vocab_size=self.vocab_size,
             eos_token_ids=self.eos_token_ids,
             cache_salt=cache_salt,
@@ -211,6 +211,11 @@ class Engine:
     def has_unfinished(self) -> bool:
         """Return whether any request has outputs that have not ended."""
         return bool(self._live)
+
+    def drop(self, request_id: str) -> None:
+        """Forget the updates of a request that has ended; others are not touched."""
+        if self.is_finished(request_id):
+            take(self._mail, request_id)
 
     def _is_in_use(self, request_id: str) -> bool:
         return request_id in self._live or request_id in self._mail
@@ -296,8 +301,9 @@ class Engine:
         """Wait for the oldest dispatch and file its updates, if there is one."""
         if not self._flying:
             return
-        dispatch = self._flying.popleft()
+        dispatch = self._flying[0]
         report: Report = jax.device_get(dispatch.report)
+        self._flying.popleft()  # only now: whoever is interrupted above finds it still there
         self.counters = report.counters
         # A row that has ended since then, and perhaps makes another output, is left out.
         current = {
@@ -320,6 +326,10 @@ class Engine:
         """Wait for every dispatch that is on its way."""
         while self._flying:
             self.collect()
+
+    def is_flying(self) -> bool:
+        """Return whether a dispatch is on its way."""
+        return bool(self._flying)
 
     def _fill_rows(self) -> None:
         """Give empty rows to the requests at the head of the queue."""

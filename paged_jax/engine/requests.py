@@ -105,12 +105,13 @@ def check_prompt(prompt: object, vocab_size: int, max_model_len: int) -> list[in
     return [int(token) for token in prompt]
 
 
-def max_blocks(cache: CacheConfig, max_len: int, max_chunk: int) -> int:
+def max_blocks_held(cache_config: CacheConfig, max_len: int, max_chunk: int) -> int:
     """Bound the blocks that a sequence ending at `max_len` tokens holds at once.
 
     The last token is never computed.
     """
-    return blocks_to_admit(cache.groups, max_len - 1, max_chunk, cache.block_size)
+    groups, block_size = cache_config.groups, cache_config.block_size
+    return blocks_to_admit(groups, max_len - 1, max_chunk, block_size)
 
 
 def make_request(
@@ -119,7 +120,7 @@ def make_request(
     params: Params,
     *,
     config: EngineConfig,
-    cache: CacheConfig,
+    cache_config: CacheConfig,
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
     cache_salt: str | None = None,
@@ -142,7 +143,7 @@ def make_request(
     max_len = config.max_model_len
     if params.max_tokens is not None:
         max_len = min(len(tokens) + params.max_tokens, max_len)
-    _check_fits(params, len(tokens), max_len, config, cache)
+    _check_fits(params, len(tokens), max_len, config, cache_config)
     stop_ids, eos_ids = _stop_ids(params, config, vocab_size, eos_token_ids)
     seed = params.seed if isinstance(params, SamplingParams) and params.seed is not None else 0
     return Request(request_id, tokens, params, max_len, seed, stop_ids, eos_ids, cache_salt)
@@ -163,15 +164,16 @@ def _check_num_outputs(params: Params, config: EngineConfig) -> None:
 
 
 def _check_fits(
-    params: Params, num_tokens: int, max_len: int, config: EngineConfig, cache: CacheConfig
+    params: Params, num_tokens: int, max_len: int, config: EngineConfig, cache_config: CacheConfig
 ) -> None:
     group = params.beam_width if isinstance(params, BeamSearchParams) else 1
-    need = group * max_blocks(cache, max_len, config.max_num_batched_tokens)
-    if need > cache.num_blocks - 1:
+    need = group * max_blocks_held(cache_config, max_len, config.max_num_batched_tokens)
+    if need > cache_config.num_blocks - 1:
         beams = f", beam_width={group}" if group > 1 else ""
         raise InvalidRequestError(
             f"prompt of {num_tokens} tokens and max_tokens={params.max_tokens}{beams}: needs up to "
-            f"{need} blocks of {cache.block_size}, the pool has {cache.num_blocks - 1}; "
+            f"{need} blocks of {cache_config.block_size}, the pool has "
+            f"{cache_config.num_blocks - 1}; "
             "it could never finish"
         )
 

@@ -1,7 +1,9 @@
 """The engine as a value, and one decoding step as a pure function of it.
 
     schedule -> copy pages -> for the first token width that holds the step's tokens:
-                                  grow tables, build batch, run decoder, sample, commit
+                                  grow tables, build batch, run decoder, sample, append, commit
+
+`sequences.append` ends a row at a stop id or its length.
 
 Each part that writes pages is a loop of one trip or none (`arrays.apply_if`), so that no page array
 is copied.
@@ -19,6 +21,7 @@ from paged_jax.cache.paged_cache import PagedCache, init_cache, release_passed_b
 from paged_jax.cache.pages import copy_pages
 from paged_jax.config import EngineConfig, token_widths
 from paged_jax.engine.counters import Counters, add_totals, init_counters, record
+from paged_jax.errors import ConfigError
 from paged_jax.sampling.sampler import sample
 from paged_jax.scheduling.batch import Batch, build_batch
 from paged_jax.scheduling.beam_search import is_due
@@ -35,8 +38,10 @@ from paged_jax.scheduling.sequences import (
 
 
 class EngineState(struct.PyTreeNode):
-    """Everything that changes: cache, sequence rows, counters. Arrays only; to save it is to save
-    the engine."""
+    """The device's side of an engine: cache, sequence rows, counters. Arrays only.
+
+    To save it is to save the engine.
+    """
 
     cache: PagedCache
     seqs: Sequences
@@ -51,10 +56,14 @@ class EngineState(struct.PyTreeNode):
 def init_state(config: EngineConfig, model: Any, cache: PagedCache | None = None) -> EngineState:
     """Return an idle engine for `model`, a `paged_jax.models.Decoder`.
 
-    It works over `cache`, of which all rows must be empty, or over a new one.
+    It works over `cache`, of which all rows must be empty, or over a new one. Raises ConfigError
+    for a cache of other sizes than the engine's.
     """
+    needed = config.cache_config(model)
+    if cache is not None and cache.config != needed:
+        raise ConfigError(f"cache: is of {cache.config}; the engine needs {needed}")
     return EngineState(
-        cache=init_cache(config.cache_config(model)) if cache is None else cache,
+        cache=init_cache(needed) if cache is None else cache,
         seqs=init_sequences(config),
         counters=init_counters(),
     )
@@ -159,7 +168,7 @@ def _compute(model: Any, state: EngineState, take: Int[Array, "S"], width: int) 
         logits = model.logits(hidden[batch.last_tokens])
     with jax.named_scope("sample"):
         rows = jax.tree.map(lambda x: x[batch.rows], seqs.sampling)
-        is_sampled = batch.samples
+        is_sampled = batch.is_sampled
         if seqs.beams is not None:  # beams leave their candidates for the next step's events
             beams = collect(seqs.beams, batch.rows, logits, rows.stop_ids, is_sampled)
             is_sampled &= ~is_member(beams, batch.rows)

@@ -272,13 +272,13 @@ def _find_fork(cache: PagedCache, seqs: Sequences, row: Int[Array, ""]) -> Start
 def _find_prefix(cache: PagedCache, seqs: Sequences, row: Int[Array, ""]) -> Start:
     """Return the longest beginning of the row's tokens that every group can start from."""
     config, total, root = cache.config, seqs.num_tokens[row], seqs.root[row]
-    max_blocks, size = config.max_blocks_per_row, config.block_size
+    num_columns, size = config.max_blocks_per_row, config.block_size
     assert cache.directory is not None
     prefix = prefix_directory.find_prefix(
-        cache.directory, seqs.tokens[row], total // size, root, max_blocks
+        cache.directory, seqs.tokens[row], total // size, root, num_columns
     )
     count, low = longest_start(config.groups, prefix.blocks != 0, total, prefix.num_blocks, size)
-    column = jnp.arange(max_blocks, dtype=jnp.int32)
+    column = jnp.arange(num_columns, dtype=jnp.int32)
     is_used = (column < count) & (column >= low[:, None])
     last = jnp.maximum(count - 1, 0)
     return Start(

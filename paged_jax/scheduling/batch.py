@@ -19,7 +19,7 @@ class Batch(struct.PyTreeNode):
     """T tokens of S sequences at most, G KV-cache groups; a `paged_jax.models.TokenBatch` and more.
 
     Attributes:
-        samples: whether the sequence's last token is in the batch: it gets a new one.
+        is_sampled: whether the sequence's last token is in the batch: it gets a new one.
     """
 
     tokens: Int[Array, "T"]
@@ -30,7 +30,7 @@ class Batch(struct.PyTreeNode):
     cu_q_lens: Int[Array, "S+1"]
     num_seqs: Int[Array, ""]
     rows: Int[Array, "S"]
-    samples: Bool[Array, "S"]
+    is_sampled: Bool[Array, "S"]
 
     @property
     def last_tokens(self) -> Int[Array, "S"]:
@@ -70,5 +70,5 @@ def build_batch(cache: PagedCache, seqs: Sequences, take: Int[Array, "S"], width
         cu_q_lens=cu_q_lens,
         num_seqs=jnp.minimum(seqs.num_running, take.shape[0]),
         rows=rows,
-        samples=(take > 0) & (computed + take == seqs.num_tokens[rows]),
+        is_sampled=(take > 0) & (computed + take == seqs.num_tokens[rows]),
     )

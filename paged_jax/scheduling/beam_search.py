@@ -58,7 +58,7 @@ def is_due(seqs: Sequences) -> Bool[Array, ""]:
     """Return whether some row has left continuations that were not chosen from yet. Cheap."""
     if seqs.beams is None:
         return jnp.zeros_like(seqs.num_running, bool)
-    return jnp.any(seqs.beams.ready)
+    return jnp.any(seqs.beams.is_ready)
 
 
 def advance(cache: PagedCache, seqs: Sequences) -> tuple[PagedCache, Sequences]:
@@ -76,8 +76,8 @@ def advance(cache: PagedCache, seqs: Sequences) -> tuple[PagedCache, Sequences]:
     # What an aborted group left behind is of no use.
     beams = seqs.beams
     assert beams is not None
-    ready = beams.ready & (seqs.status == RUNNING)
-    return cache, seqs.replace(beams=beams.replace(ready=ready))
+    is_ready = beams.is_ready & (seqs.status == RUNNING)
+    return cache, seqs.replace(beams=beams.replace(is_ready=is_ready))
 
 
 def _ready_leaders(seqs: Sequences) -> Bool[Array, "R"]:
@@ -86,15 +86,15 @@ def _ready_leaders(seqs: Sequences) -> Bool[Array, "R"]:
     assert beams is not None
     is_inside = beams.members < seqs.num_rows
     members = jnp.minimum(beams.members, seqs.num_rows - 1)
-    is_settled = beams.ready[members] | (beams.score[members] == NO_SCORE) | ~is_inside
+    is_settled = beams.is_ready[members] | (beams.score[members] == NO_SCORE) | ~is_inside
     is_leader = beams.leader == jnp.arange(seqs.num_rows)
     is_running = is_leader & (seqs.status == RUNNING)
-    any_ready = jnp.any(beams.ready[members] & is_inside, axis=1)
+    any_ready = jnp.any(beams.is_ready[members] & is_inside, axis=1)
     return is_running & jnp.all(is_settled, axis=1) & any_ready
 
 
 class Group(NamedTuple):
-    """One group, its rows gathered; W slots, of which the first are inside the group.
+    """One group, its rows gathered; W places, of which the first are inside the group.
 
     Attributes:
         rows: the rows, out of range outside; `at` is the same inside the arrays.
@@ -125,7 +125,7 @@ class Group(NamedTuple):
 
 
 class Live(NamedTuple):
-    """The W best continuations that do not stop: slot i continues slot `parent[i]`."""
+    """The W best continuations that do not stop: place i continues place `parent[i]`."""
 
     score: Float[Array, "W"]
     parent: Int[Array, "W"]
@@ -291,7 +291,7 @@ def _commit(
         finish_reason=seqs.finish_reason.at[ended].set(reason, mode="drop"),
         beams=beams.replace(
             score=put(beams.score, jnp.where(goes_on, live.score, NO_SCORE)),
-            ready=put(beams.ready, False),
+            is_ready=put(beams.is_ready, False),
             done_tokens=put(beams.done_tokens, done.tokens),
             done_logprobs=put(beams.done_logprobs, done.logprobs),
             done_length=put(beams.done_length, done.length),

@@ -18,7 +18,7 @@ class Beams(struct.PyTreeNode):
         leader: the group's first row; R for a row of no group.
         members, width, length_penalty, early_stopping: of the group, at its leader.
         score: cumulative log-probability of a live beam, -inf of a dormant row.
-        ready: whether the row's continuations are there: its W best tokens that do not stop, and
+        is_ready: whether the row's continuations are there: its W best tokens that do not stop, and
             its stop ids.
         done_score: of a finished output, -inf for none. A group's outputs are kept by its rows, as
             many as it is wide.
@@ -30,7 +30,7 @@ class Beams(struct.PyTreeNode):
     length_penalty: Float[Array, "R"]
     early_stopping: Int[Array, "R"]
     score: Float[Array, "R"]
-    ready: Bool[Array, "R"]
+    is_ready: Bool[Array, "R"]
     next_tokens: Int[Array, "R W"]
     next_logprobs: Float[Array, "R W"]
     stop_logprobs: Float[Array, "R K"]
@@ -74,7 +74,7 @@ def init_beams(config: EngineConfig) -> Beams:
         length_penalty=floats(num_rows),
         early_stopping=zeros(num_rows),
         score=floats(num_rows, value=NO_SCORE),
-        ready=zeros(num_rows, dtype=bool),
+        is_ready=zeros(num_rows, dtype=bool),
         next_tokens=zeros(num_rows, config.max_beam_width),
         next_logprobs=floats(num_rows, config.max_beam_width),
         stop_logprobs=floats(num_rows, config.max_stop_ids),
@@ -90,7 +90,7 @@ def forget_groups(beams: Beams, rows: Int[Array, "k"]) -> Beams:
     """Let rows be of no group; rows out of range are padding."""
     return beams.replace(
         leader=beams.leader.at[rows].set(beams.num_rows, mode="drop"),
-        ready=beams.ready.at[rows].set(False, mode="drop"),
+        is_ready=beams.is_ready.at[rows].set(False, mode="drop"),
     )
 
 
@@ -134,7 +134,7 @@ def collect(
     logprobs, tokens, stops = jax.lax.cond(jnp.any(is_collected), best, old)
     target = jnp.where(is_collected, rows, beams.num_rows)
     return beams.replace(
-        ready=beams.ready.at[target].set(True, mode="drop"),
+        is_ready=beams.is_ready.at[target].set(True, mode="drop"),
         next_logprobs=beams.next_logprobs.at[target].set(logprobs, mode="drop"),
         next_tokens=beams.next_tokens.at[target].set(tokens, mode="drop"),
         stop_logprobs=beams.stop_logprobs.at[target].set(stops, mode="drop"),

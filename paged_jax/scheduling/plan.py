@@ -81,8 +81,8 @@ def num_step_blocks(plan: StepPlan) -> Int[Array, ""]:
 def _max_step_blocks(cache: PagedCache, seqs: Sequences, width: int) -> int:
     """Bound the blocks that a step of `width` tokens needs."""
     config = cache.config
-    most = max_new_blocks(config.groups, width, seqs.max_running, config.block_size)
-    return min(most, config.num_blocks)
+    max_new = max_new_blocks(config.groups, width, seqs.max_running, config.block_size)
+    return min(max_new, config.num_blocks)
 
 
 def max_budget_blocks(plan: StepPlan) -> int:
@@ -90,7 +90,7 @@ def max_budget_blocks(plan: StepPlan) -> int:
     return _max_step_blocks(plan.cache, plan.seqs, plan.seqs.config.max_num_batched_tokens)
 
 
-def writes(plan: StepPlan) -> tuple[Int[Array, "S"], Int[Array, "S"], Bool[Array, "S"]]:
+def planned_writes(plan: StepPlan) -> tuple[Int[Array, "S"], Int[Array, "S"], Bool[Array, "S"]]:
     """Return the running rows, the first position that each writes, and whether it writes at all.
 
     What was hit is not written again.

@@ -15,7 +15,7 @@ from paged_jax.arrays import compact
 from paged_jax.cache.copy_on_write import copies_needed
 from paged_jax.cache.paged_cache import release_rows
 from paged_jax.scheduling import waiting as waiting_order
-from paged_jax.scheduling.plan import StepPlan, num_step_blocks, plan_running, writes
+from paged_jax.scheduling.plan import StepPlan, num_step_blocks, plan_running, planned_writes
 from paged_jax.scheduling.sequences import WAITING, Sequences, finished_places, running_rows
 
 
@@ -46,7 +46,7 @@ def release_and_preempt(plan: StepPlan, budget: Int[Array, ""]) -> StepPlan:
 
 def _must_preempt(plan: StepPlan) -> Bool[Array, ""]:
     """Return whether the running rows' blocks do not suffice, or a beam group is split."""
-    copies = copies_needed(plan.cache, *writes(plan))
+    copies = copies_needed(plan.cache, *planned_writes(plan))
     needed = num_step_blocks(plan) + jnp.sum(copies, dtype=jnp.int32)
     return (needed > plan.cache.pool.num_free) | _is_group_split(plan)
 

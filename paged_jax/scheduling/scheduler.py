@@ -38,7 +38,7 @@ from paged_jax.scheduling.plan import (
     max_budget_blocks,
     num_step_blocks,
     plan_running,
-    writes,
+    planned_writes,
 )
 from paged_jax.scheduling.preemption import release_and_preempt
 from paged_jax.scheduling.sequences import Sequences, finished_places, running_rows
@@ -61,7 +61,7 @@ def schedule(cache: PagedCache, seqs: Sequences, budget: Int[Array, ""]) -> Step
 
 def _is_eventful(plan: StepPlan, budget: Int[Array, ""]) -> Bool[Array, ""]:
     need, pool = num_step_blocks(plan), plan.cache.pool
-    is_shared, _ = shared_writes(plan.cache, *writes(plan))
+    is_shared, _ = shared_writes(plan.cache, *planned_writes(plan))
     return (
         jnp.any(finished_places(plan.seqs))
         | jnp.any(is_shared)
@@ -112,7 +112,8 @@ def _events(plan: StepPlan, budget: Int[Array, ""]) -> StepPlan:
         plan, reserved, phase = carry
         if has_allocate:
             plan = apply_if(phase == ALLOCATE, _allocate_now, plan)
-        # What this step computes is known only after the first turn: others may release before.
+        # What was computed is registered before any of it is released; what this step computes,
+        # before another row looks it up.
         plan = _register_running(plan, jnp.where(phase == SETTLE, 0, plan.take))
         plan = apply_if(phase == SETTLE, lambda p: _settle(p, budget), plan)
         reserved = jnp.where(phase == SETTLE, num_step_blocks(plan), reserved)
@@ -163,7 +164,7 @@ def _settle(plan: StepPlan, budget: Int[Array, ""]) -> StepPlan:
 
 def _copy_on_write(plan: StepPlan) -> StepPlan:
     """Take blocks for the copies. The pages are copied before the step writes."""
-    rows, first, is_writing = writes(plan)
+    rows, first, is_writing = planned_writes(plan)
     copies = copies_needed(plan.cache, rows, first, is_writing)
     count = jnp.sum(copies, dtype=jnp.int32)
     cache = compact_head(plan.cache, count, copies.size)

@@ -40,7 +40,7 @@ def engine():
     state = init_state(ENGINE, MODEL)
     for row, length in ((0, 6), (3, 3), (1, 4)):
         params = SamplingParams(temperature=0, max_tokens=5)
-        sizes = dict(config=ENGINE, cache=state.cache.config)
+        sizes = dict(config=ENGINE, cache_config=state.cache.config)
         request = make_request("", [1] * length, params, vocab_size=9, eos_token_ids=(), **sizes)
         state = state.replace(
             seqs=jax.jit(sequences.add)(state.seqs, to_rows({row: Output(request, 0)}, ENGINE))

@@ -153,12 +153,14 @@ def test_generated_blocks_are_found_by_the_next_turn(engine):
     assert hits(engine, turn + answer + random_tokens(9, 5)) == 48
 
 
-def test_a_block_that_was_given_to_another_is_found_no_more():
-    engine = make_engine(MODEL, 3, 128, widths=(160,), **SIXTEEN)
-    first, second = random_tokens(10, 17), random_tokens(11, 30)
+def test_a_block_that_was_given_to_another_is_found_no_more(engine):
+    first, second, third = random_tokens(10, 17), random_tokens(11, 120), random_tokens(12, 120)
     assert hits(engine, first) == 0
     assert hits(engine, first) == 16
-    hits(engine, second)  # takes both blocks
+    hits(engine, second)  # takes eight blocks that are not worth keeping, or older
+    assert hits(engine, first) == 16
+    hits(engine, second[::-1])
+    hits(engine, third)  # sixteen blocks later the first has none
     assert hits(engine, first) == 0
 
 

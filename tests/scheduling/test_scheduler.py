@@ -74,7 +74,7 @@ def scheduled(lengths, *, budget, max_running):
     )
     state = init_state(config, ToyDecoder(max_model_len=1000))
     make = partial(
-        make_request, config=config, cache=state.cache.config, vocab_size=9, eos_token_ids=()
+        make_request, config=config, cache_config=state.cache.config, vocab_size=9, eos_token_ids=()
     )
     requests = {
         row: Output(make("", [1] * length, SamplingParams()), 0)

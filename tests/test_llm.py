@@ -222,7 +222,7 @@ def test_a_stream_that_was_never_read_queued_nothing(llm):
 
 
 def test_what_can_never_start_leaves_the_engine_free_for_others(llm):
-    """Blocks are held by a row of somebody else: the error comes through, and nothing stays behind."""
+    """Rows of somebody else hold the blocks: the error comes through, nothing stays behind."""
     engine, rows = llm.engine, [7, 6, 5]
     state, free_before = engine.state, int(engine.state.cache.pool.num_free)
     held, ok = allocate_slots(state.cache, rows, [40, 40, 36])

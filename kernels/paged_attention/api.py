@@ -10,11 +10,10 @@ from jaxtyping import Array, Float, Integer, Num
 
 from . import dispatch
 from .checks import AnyArray, check_attention, check_factor, check_scales, check_window
+from .dispatch import Implementation
 from .plan import AttentionPlan, Planned, plan_attention
 from .refuse import refuse
 from .scoring import Scales, Scoring
-
-type Implementation = Literal["xla", "mosaic_gpu", "triton"]
 
 
 @overload
@@ -155,10 +154,9 @@ def ragged_paged_attention(
 
 
 def _check_implementation(implementation) -> None:
-    if implementation not in (None, "xla", "mosaic_gpu", "triton"):
-        raise ValueError(
-            f"implementation={implementation!r}; expected 'xla', 'mosaic_gpu', 'triton' or None"
-        )
+    if implementation not in (None, *dispatch.PREFERENCE):
+        names = ", ".join(map(repr, dispatch.PREFERENCE))
+        raise ValueError(f"implementation={implementation!r}; expected {names} or None")
 
 
 def _check_is_plan(plan) -> None:

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ CONVERTS_FP8 = (  # they have an instruction for float8_e4m3fn: sm_89 and later
 )
 
 # On CUDA the first that covers the problem is taken; elsewhere XLA, which covers everything.
-PREFERENCE = ("mosaic_gpu", "triton", "xla")
+type Implementation = Literal["mosaic_gpu", "triton", "xla"]
+PREFERENCE: tuple[str, ...] = get_args(Implementation.__value__)
 
 
 class Coverage(NamedTuple):
@@ -34,6 +35,8 @@ class Coverage(NamedTuple):
         only: the devices that are covered; all but `never` where it is empty.
         never: the devices that are not covered.
         devices: the covered devices in words.
+        wraps: from and to how many bytes a pool of one-byte pages is not covered, because offsets
+            into it wrap.
     """
 
     q_dtypes: tuple[str, ...]
@@ -45,6 +48,7 @@ class Coverage(NamedTuple):
     only: tuple[str, ...]
     never: tuple[str, ...]
     devices: str
+    wraps: tuple[int, int] | None = None
 
 
 ANY = range(2**31)
@@ -61,6 +65,9 @@ COVERAGE = {
         only=(),
         never=BEFORE_AMPERE,
         devices="Ampere (sm_80) and later",
+        # Pallas-Triton counts offsets in int32 up to 2^32 bytes, and Triton takes them as signed.
+        # For pages of two bytes and more a number that does not fit is never reached.
+        wraps=(2**31, 2**32),
     ),
     "mosaic_gpu": Coverage(
         q_dtypes=FLOATS[1:],
@@ -75,10 +82,6 @@ COVERAGE = {
     ),
 }
 MOST_HEADS = 64  # query heads of one KV head: rows of one program
-
-# Pallas-Triton counts offsets in int32 up to 2^32 bytes, and Triton takes them as signed. For
-# pages of two bytes and more a number that does not fit is never reached; for one byte it is.
-TRITON_WRAPS = (2**31, 2**32)
 
 
 class Problem(NamedTuple):
@@ -118,7 +121,7 @@ def why_not(implementation: str, problem: Problem, device_kind: str | None) -> s
         _why_not_dtypes(covered, problem)
         or _why_not_sizes(covered, problem)
         or _why_not_device(covered, device_kind)
-        or _why_not_pool(implementation, problem)
+        or _why_not_pool(covered, problem)
     )
 
 
@@ -155,14 +158,15 @@ def _why_not_device(covered: Coverage, device_kind: str | None) -> str:
     return f"device {device_kind!r} is not covered, only {covered.devices}"
 
 
-def _why_not_pool(implementation: str, problem: Problem) -> str:
-    if implementation != "triton" or jnp.dtype(problem.kv_dtype).itemsize > 1:
+def _why_not_pool(covered: Coverage, problem: Problem) -> str:
+    if covered.wraps is None or jnp.dtype(problem.kv_dtype).itemsize > 1:
         return ""
-    if not TRITON_WRAPS[0] < problem.pool_size <= TRITON_WRAPS[1]:
+    first, last = covered.wraps
+    if not first < problem.pool_size <= last:
         return ""
     return (
         f"pages of one byte a number that are {problem.pool_size} bytes large are not covered:"
-        f" Pallas-Triton's offsets wrap from {TRITON_WRAPS[0]} to {TRITON_WRAPS[1]} bytes"
+        f" Pallas-Triton's offsets wrap from {first} to {last} bytes"
     )
 
 

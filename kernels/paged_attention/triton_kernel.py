@@ -4,7 +4,7 @@ A program (`triton_program.py`) walks over its split of the context in chunks of
 online softmax.
 
 Page ids are int32 and stay one coordinate of several: Pallas multiplies them out in 64 bits where
-the pool takes more than 4 GiB (`dispatch.TRITON_WRAPS` is where that comes too late).
+the pool takes more than 4 GiB (`wraps` in `dispatch.py` is where that comes too late).
 
 What is held across the loop over the context takes registers from it: hence the volatile reads, the
 order of the reads, and what is computed twice.

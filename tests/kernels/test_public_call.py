@@ -261,7 +261,11 @@ def _f32(*shape):
         (dict(sinks=[0.0] * 4), TypeError, "sinks is a list; expected an array"),
         (dict(soft_cap=0.0), ValueError, r"soft_cap=0\.0; expected a finite number above 0"),
         (dict(soft_cap=float("nan")), ValueError, "soft_cap=nan"),
-        (dict(implementation="cudnn"), ValueError, "implementation='cudnn'; expected 'xla'"),
+        (
+            dict(implementation="cudnn"),
+            ValueError,
+            "implementation='cudnn'; expected 'mosaic_gpu', 'triton', 'xla'",
+        ),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
 )

@@ -6,6 +6,7 @@ requests    requests, checked and laid out as rows
 dispatch    the programs, and the updates in their reports
 report      what the host learns of a dispatch
 mailbox     updates of each request, until they are taken
+roots       what the cached contents of a salt begin with
 engine      requests in, updates out, between dispatches
 integrity   the public checker of a cache or an engine
 """

@@ -11,7 +11,6 @@ each reader finds its own.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -32,10 +31,11 @@ from paged_jax.engine.dispatch import (
 from paged_jax.engine.mailbox import Mailboxes, file, take
 from paged_jax.engine.report import STEPS_PER_DISPATCH, Report, Update
 from paged_jax.engine.requests import Output, Request, make_request, to_beams, to_rows
+from paged_jax.engine.roots import Roots, find_root, leave_roots
 from paged_jax.engine.step import EngineState, init_state
 from paged_jax.errors import ConfigError, InvalidRequestError, NoProgressError
 from paged_jax.sampling.parameters import BeamSearchParams, Params, SamplingParams
-from paged_jax.scheduling.beams import init_beams, widen_beams
+from paged_jax.scheduling import sequences
 
 type Prompt = Sequence[int] | np.ndarray | jax.Array
 
@@ -94,10 +94,7 @@ class Engine:
         self._empty_rows = list(range(config.num_rows))
         self._live: dict[str, Request] = {}
         self._num_added = 0
-        # Salts, exactly, and the roots that stand for them under these params. A root is used once.
-        # The first is drawn: what another engine cached, in a state that was saved, is not hit.
-        self._roots: dict[str | None, int] = {}
-        self._next_root = -int(np.random.default_rng().integers(1, 2**30))
+        self._roots = Roots()
 
     @property
     def config(self) -> EngineConfig:
@@ -137,7 +134,8 @@ class Engine:
             prompt, sampling_params, request_id=request_id, cache_salt=cache_salt
         )
         if isinstance(request.params, BeamSearchParams):
-            self._make_room_for_beams(request.params.beam_width)
+            seqs = sequences.make_room_for_beams(self.state.seqs, request.params.beam_width)
+            self.state = self.state.replace(seqs=seqs)
         elif request.params.seed is None:
             request.seed = int(self._seeds.integers(2**32))
         self._live[request_id] = request
@@ -220,16 +218,6 @@ class Engine:
     def _is_in_use(self, request_id: str) -> bool:
         return request_id in self._live or request_id in self._mail
 
-    def _make_room_for_beams(self, beam_width: int) -> None:
-        """Let the rows hold beam groups of that width, or of the next power of two."""
-        config, seqs = self.config, self.state.seqs
-        if beam_width <= config.max_beam_width:
-            return
-        max_width = min(1 << (beam_width - 1).bit_length(), config.max_num_seqs)
-        config = replace(config, max_beam_width=max_width)
-        beams = init_beams(config) if seqs.beams is None else widen_beams(seqs.beams, max_width)
-        self.state = self.state.replace(seqs=seqs.replace(beams=beams, config=config))
-
     # ---------------------------------------------------------------- params and cached contents
 
     def update_params(self, params: Any) -> None:
@@ -239,10 +227,11 @@ class Engine:
         nothing, for other shapes or dtypes.
         """
         check_like(params, self.params)
-        self.params, self._roots = params, {}
+        self.params = params
+        leave_roots(self._roots)
         roots = np.full(self.config.num_rows, -1, np.int32)
         for row, output in self._outputs.items():
-            roots[row] = self._root(output.request)
+            roots[row] = find_root(self._roots, output.request.cache_salt)
         self.state = self._programs.set_roots(self.state, roots)
 
     def reset_prefix_cache(self) -> bool:
@@ -254,13 +243,6 @@ class Engine:
             directory = prefix_directory.reset(cache.directory)
             self.state = self.state.replace(cache=cache.replace(directory=directory))
         return True
-
-    def _root(self, request: Request) -> int:
-        """Return the root of the request's salt under these params."""
-        if request.cache_salt not in self._roots:
-            self._roots[request.cache_salt] = self._next_root
-            self._next_root -= 1
-        return self._roots[request.cache_salt]
 
     # ---------------------------------------------------------------- dispatches
 
@@ -343,7 +325,7 @@ class Engine:
                 new[self._empty_rows.pop(0)] = Output(request, index)
         if not new:
             return
-        roots = {row: self._root(output.request) for row, output in new.items()}
+        roots = {row: find_root(self._roots, o.request.cache_salt) for row, o in new.items()}
         rows, beams = to_rows(new, self.config, roots), to_beams(new, self.config)
         self._outputs.update(new)
         self.state = self.state.replace(seqs=self._programs.add(self.state.seqs, rows, beams))

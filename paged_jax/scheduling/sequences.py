@@ -6,6 +6,8 @@
 A row waits or runs; R, which is no row, marks an empty place.
 """
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
@@ -13,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from paged_jax.config import EngineConfig
 from paged_jax.sampling.rows import SamplingRows, init_sampling_rows
 from paged_jax.scheduling import waiting as waiting_order
-from paged_jax.scheduling.beams import Beams, forget_groups, init_beams
+from paged_jax.scheduling.beams import Beams, forget_groups, init_beams, widen_beams
 from paged_jax.scheduling.waiting import Waiting, init_waiting
 
 EMPTY, WAITING, RUNNING, FINISHED = range(4)
@@ -156,6 +158,17 @@ def add(seqs: Sequences, new: NewSequences) -> Sequences:
         waiting=waiting_order.push_back(seqs.waiting, rows),
         refused_row=jnp.full_like(seqs.refused_row, seqs.num_rows),
     )
+
+
+def make_room_for_beams(seqs: Sequences, beam_width: int) -> Sequences:
+    """Let the rows hold beam groups of that width, or of the next power of two."""
+    config = seqs.config
+    if beam_width <= config.max_beam_width:
+        return seqs
+    max_width = min(1 << (beam_width - 1).bit_length(), config.max_num_seqs)
+    config = replace(config, max_beam_width=max_width)
+    beams = init_beams(config) if seqs.beams is None else widen_beams(seqs.beams, max_width)
+    return seqs.replace(beams=beams, config=config)
 
 
 def append(

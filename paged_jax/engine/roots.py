@@ -1,0 +1,36 @@
+"""Roots of the prefix directory: numbers below 0 that stand for a salt under the params in use.
+
+    salt None -> -71    salt "a" -> -72    new params    salt None -> -73
+
+A number is used once. The first is drawn at random, so that content which another engine cached, in
+a state that was saved, is not hit.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+def _draw() -> int:
+    return -int(np.random.default_rng().integers(1, 2**30))
+
+
+@dataclass
+class Roots:
+    """The roots in use, by salt, and the next that is free."""
+
+    by_salt: dict[str | None, int] = field(default_factory=dict)
+    next_root: int = field(default_factory=_draw)
+
+
+def find_root(roots: Roots, salt: str | None) -> int:
+    """Return the root of a salt, a new one where the salt has none."""
+    if salt not in roots.by_salt:
+        roots.by_salt[salt] = roots.next_root
+        roots.next_root -= 1
+    return roots.by_salt[salt]
+
+
+def leave_roots(roots: Roots) -> None:
+    """Let every salt begin at a new root."""
+    roots.by_salt = {}

@@ -112,7 +112,7 @@ def reset(directory: PrefixDirectory) -> PrefixDirectory:
     )
 
 
-def evict(directory: PrefixDirectory, blocks: Int[Array, "k"]) -> PrefixDirectory:
+def evict(directory: PrefixDirectory, blocks: Int[Array, "*k"]) -> PrefixDirectory:
     """Forget the contents of blocks that are about to hold something else; 0 is skipped."""
     content_id = directory.content_id.at[blocks].set(NO_ID, mode="drop")
     return directory.replace(content_id=content_id)

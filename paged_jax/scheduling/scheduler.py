@@ -159,7 +159,7 @@ def _settle(plan: StepPlan, budget: Int[Array, ""]) -> StepPlan:
     """Advance beams, release finished rows, preempt until the rest fits, take blocks for copies."""
     cache, seqs = beam_search.advance(plan.cache, plan.seqs)
     plan = release_and_preempt(plan.replace(cache=cache, seqs=seqs), budget)
-    return _copy_on_write(plan)
+    return _evict_overwritten(_copy_on_write(plan))
 
 
 def _copy_on_write(plan: StepPlan) -> StepPlan:
@@ -170,6 +170,27 @@ def _copy_on_write(plan: StepPlan) -> StepPlan:
     cache = compact_head(plan.cache, count, copies.size)
     cache, pages = copy_on_write(cache, rows, first, copies)
     return plan.replace(cache=cache, copies=pages)
+
+
+def _evict_overwritten(plan: StepPlan) -> StepPlan:
+    """Evict the contents of blocks that a running row alone holds and has yet to fill.
+
+    A fork shares its parent's last block. The parent fills it and ends: the block is registered
+    with the parent's tokens, and the fork, with no one to copy for, writes its own into it.
+
+        parent a b c d | e f g h    fork a b c d | e x . .    a hit of e f g h must not find it
+    """
+    cache, seqs = plan.cache, plan.seqs
+    if cache.directory is None:
+        return plan
+    rows, is_active = running_rows(seqs)
+    position = jnp.maximum(seqs.num_computed, seqs.num_hit)[rows]
+    column = jnp.minimum(position // cache.config.block_size, cache.config.max_blocks_per_row - 1)
+    blocks = cache.tables.blocks[:, rows, column]
+    is_partial = is_active & (position % cache.config.block_size != 0)
+    is_own = is_partial & (cache.pool.ref_count[blocks] == 1)
+    directory = prefix_directory.evict(cache.directory, jnp.where(is_own, blocks, 0))
+    return plan.replace(cache=cache.replace(directory=directory))
 
 
 def _admit_one(

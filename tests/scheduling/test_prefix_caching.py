@@ -393,6 +393,32 @@ def serve_random_workload(engines, which, seed):
     assert {request_id: tokens[request_id] for request_id in wanted} == wanted
 
 
+@pytest.mark.usefixtures("no_annotation_checks")
+def test_a_sample_that_goes_on_in_its_parents_last_block_makes_nobody_hit_it(engines):
+    """The second sample starts in the step in which the first ends, and shares its last block. The
+    first one's tokens fill the block and are registered when it is released; the second writes its
+    own into it, alone.
+    """
+    engine, model = engines["full"], ToyDecoder(max_model_len=128)
+    assert engine.reset_prefix_cache()
+    prompt, *others = random_prompts(60, [5, 2, 3])
+    for other in others:
+        add(engine, other, 3)
+    sampled = SamplingParams(n=2, temperature=30.0, seed=3, max_tokens=4)
+    request_id = engine.add_request(prompt, sampled)
+    tokens = {0: [], 1: []}
+    for _ in range(5):
+        for update in news(engine, 1):
+            if update.request_id == request_id:
+                tokens[update.index] += update.token_ids
+    assert len(tokens[0]) == 4 and len(tokens[1]) == 2, "one has ended, the other goes on"
+    assert tokens[0][0] != tokens[1][0]
+    probe = prompt + tokens[0][:3] + [1]
+    probe_id = add(engine, probe, 1)
+    outputs, _ = finish(engine)
+    assert outputs[probe_id] == model.continuation(probe, 1)
+
+
 def test_the_workloads_did_hit_and_evict(engines):
     """What the test above is about (it runs before this one, but in a quick run it does not)."""
     engine = engines["full"]

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from paged_jax.arrays import ceil_div
-from paged_jax.checks import check_bool, check_int
+from paged_jax.checks import MOST, check_bool, check_int
 from paged_jax.errors import ConfigError
 from paged_jax.kv_group import FullAttention, KVGroup
 
@@ -55,6 +55,12 @@ class CacheConfig:
         if not jnp.issubdtype(self.dtype, jnp.floating):
             raise ConfigError(f"dtype={self.dtype!r}: a floating-point dtype is needed")
         check_bool("enable_prefix_caching", self.enable_prefix_caching, error=ConfigError)
+        for name in ("num_blocks", "max_blocks_per_row"):
+            if getattr(self, name) * self.block_size > MOST:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: of {self.block_size} tokens each; "
+                    f"must hold at most {MOST} tokens"
+                )
 
     @classmethod
     def for_decoder(

@@ -16,7 +16,7 @@ from paged_jax.checks import MOST, check_int
 from paged_jax.config import CacheConfig, EngineConfig
 from paged_jax.engine.requests import max_blocks_held
 from paged_jax.errors import ConfigError, InvalidRequestError
-from paged_jax.sampling.parameters import PARAMETERS, Parameter, check_ids
+from paged_jax.sampling.parameters import LARGEST_INT, PARAMETERS, Parameter, check_ids
 
 MAX_RUNNING = 64  # sequences running at once, where the caller does not say
 MAX_TOKENS_A_STEP = 512
@@ -84,7 +84,7 @@ def check_arguments(
     rows = batch * num_samples
     running = MAX_RUNNING
     if max_num_seqs is not None:
-        running = check_int("max_num_seqs", max_num_seqs, 1, error=error)
+        running = check_int("max_num_seqs", max_num_seqs, 1, error=ConfigError)
     running = min(running, rows)
     budget = max_num_batched_tokens
     if budget is None:
@@ -198,7 +198,8 @@ def _check_key(key: Any) -> None:
     if is_key and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         is_key = key.ndim == 0
     elif is_key:
-        is_key = key.dtype == jnp.uint32 and key.ndim == 1
+        words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        is_key = key.dtype == jnp.uint32 and key.shape == words.shape
     if not is_key:
         raise InvalidRequestError(
             f"key={key!r:.80}: a key of jax.random is needed, `jax.random.key(0)`"
@@ -228,7 +229,10 @@ def _per_prompt(parameter: Parameter, value: Any, batch: int) -> Shaped[Array, "
     """Return one value of a sampling parameter for each prompt, checked where it is concrete."""
     name = parameter.name
     try:
-        array = jnp.asarray(value)
+        given = value if isinstance(value, jax.Array) else np.asarray(value)
+        if isinstance(given, np.ndarray) and np.issubdtype(given.dtype, np.integer):
+            given = np.clip(given, -LARGEST_INT, LARGEST_INT).astype(np.int32)
+        array = jnp.asarray(given)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequestError(f"{name}={value!r:.80}: numbers are needed") from error
     is_int, is_float = (jnp.issubdtype(array.dtype, kind) for kind in (jnp.integer, jnp.floating))

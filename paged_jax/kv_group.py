@@ -21,7 +21,6 @@ from paged_jax.checks import check_int
 from paged_jax.errors import ConfigError
 
 
-@dataclass(frozen=True)
 class KVGroup(ABC):
     """Layers that share one block table. Numbers of tokens may be Python ints or arrays.
 
@@ -32,7 +31,7 @@ class KVGroup(ABC):
             allocated chunk by chunk.
     """
 
-    num_layers: int = 0
+    num_layers: int
     releases_blocks: ClassVar[bool]
     allocates_whole: ClassVar[bool]
 
@@ -69,6 +68,7 @@ class KVGroup(ABC):
 class FullAttention(KVGroup):
     """Layers in which a query sees every token before it: all blocks stay."""
 
+    num_layers: int = 0
     releases_blocks: ClassVar[bool] = False
     allocates_whole: ClassVar[bool] = True
 
@@ -97,7 +97,8 @@ class FullAttention(KVGroup):
 class SlidingWindow(KVGroup):
     """Layers in which the query at position p sees the tokens p - window + 1 to p."""
 
-    window: int = 1
+    window: int
+    num_layers: int = 0
     releases_blocks: ClassVar[bool] = True
     allocates_whole: ClassVar[bool] = False
 
@@ -137,7 +138,7 @@ def attention_group(window: int | None, num_layers: int = 0) -> KVGroup:
     """Return a sliding window of that many tokens, or full attention for None."""
     if window is None:
         return FullAttention(num_layers)
-    return SlidingWindow(num_layers, window)
+    return SlidingWindow(window, num_layers)
 
 
 def _max_blocks_begun(num_tokens: int, num_rows: int, block_size: int) -> int:

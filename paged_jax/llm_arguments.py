@@ -22,7 +22,7 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool
     if isinstance(prompts, jax.Array):
         prompts = np.asarray(prompts).tolist()
     many = (Sequence, np.ndarray, jax.Array)
-    if not isinstance(prompts, many):
+    if not isinstance(prompts, many) or (isinstance(prompts, np.ndarray) and prompts.ndim == 0):
         raise InvalidRequestError(
             f"prompts={prompts!r:.80}: a text, token ids, or a list of either is needed"
         )

@@ -19,8 +19,10 @@ from paged_jax import (
     init_cache,
 )
 from paged_jax.generate import _generate
+from paged_jax.generate_arguments import _per_prompt
 from paged_jax.kv_group import FullAttention
 from paged_jax.models import Llama, LlamaConfig
+from paged_jax.sampling.parameters import PARAMETERS
 from paged_jax.scheduling.sequences import INVALID, LENGTH, NOT_FINISHED, STOP
 from toy_decoder import ToyDecoder, random_prompts
 
@@ -232,7 +234,7 @@ def test_misuse_is_answered_by_name():
         "max_num_batched_tokens=1: must be at least max_num_seqs=2",
         max_num_batched_tokens=1,
     )
-    refuses(InvalidRequestError, "max_num_seqs=0", max_num_seqs=0)
+    refuses(ConfigError, "max_num_seqs=0", max_num_seqs=0)
     refuses(InvalidRequestError, "max_new_tokens=0", max_new_tokens=0)
     refuses(InvalidRequestError, "max_new_tokens=.*one for each of 2", max_new_tokens=[1, 2, 3])
     refuses(ConfigError, "prompts=.*rows of one length", prompts=[[1, 2], [3]])
@@ -243,7 +245,7 @@ def test_misuse_is_answered_by_name():
         max_num_batched_tokens=2**40,
     )
     refuses(ConfigError, "cache=3: a PagedCache", cache=3)
-    for key in (0, None, jax.random.split(KEY)):
+    for key in (0, None, jax.random.split(KEY), np.zeros(3, np.uint32)):
         with pytest.raises(InvalidRequestError, match="key="):
             generate(graphdef, params, prompts, lens, key, max_new_tokens=4)
     for swapped in ((params, graphdef), (graphdef, TOY)):
@@ -255,10 +257,11 @@ def test_misuse_is_answered_by_name():
         refuses(InvalidRequestError, "temperature=.*: must be from 0 to 1e", temperature=hot)
     for wrong in ("a", None, 1j, True):
         refuses(InvalidRequestError, "temperature", temperature=wrong)
-    for wrong in (1.5, 2**40, True, "a"):
+    for wrong in (1.5, True, "a", [-2, 1]):
         refuses(InvalidRequestError, "top_k", top_k=wrong)
     for name in ("eos_ids", "stop_ids"):
-        refuses(InvalidRequestError, f"{name}=5: a sequence of token ids", **{name: 5})
+        for wrong in (5, np.array(5)):
+            refuses(InvalidRequestError, f"{name}=.*5.*: a sequence of token ids", **{name: wrong})
     refuses(InvalidRequestError, r"top_p=\[0.5, 0\]: must be in \(0, 1\]", top_p=[0.5, 0])
     refuses(InvalidRequestError, r"min_p: shape \(3,\)", min_p=[0.1] * 3)
     refuses(InvalidRequestError, "97 is outside the vocabulary of 97", stop_ids=(97,))
@@ -277,3 +280,9 @@ def test_misuse_is_answered_by_name():
     refuses(ConfigError, r"cache: pages \[\]", cache=own.books)
     with pytest.raises(ConfigError, match="max_new_tokens: is traced"):
         jax.jit(lambda n: generate(graphdef, params, prompts, lens, KEY, max_new_tokens=n))(4)
+
+
+def test_a_count_past_32_bits_is_the_largest_and_does_not_wrap():
+    (top_k,) = (p for p in PARAMETERS if p.name == "top_k")
+    for value in (2**40, np.int64(2**32 + 1), np.array([2**32 + 1] * 2), [2**31 + 5, 2**40]):
+        assert _per_prompt(top_k, value, 2).tolist() == [2**31 - 1] * 2

@@ -73,8 +73,9 @@ def test_a_bad_prompt_in_a_list_is_told_of_and_the_others_are_served(llm):
         llm.generate([97], GREEDY)
     with pytest.raises(InvalidRequestError, match="no tokenizer"):
         llm.generate("text", GREEDY)
-    with pytest.raises(InvalidRequestError, match="prompts=5"):
-        llm.generate(5, GREEDY)
+    for wrong in (5, np.array(5)):
+        with pytest.raises(InvalidRequestError, match=r"prompts=.*5"):
+            llm.generate(wrong, GREEDY)
     with pytest.raises(InvalidRequestError, match=r"sampling_params=0\.5"):
         llm.generate(good, 0.5)
     with pytest.raises(InvalidRequestError, match="sampling_params: 1 for 2 prompts"):

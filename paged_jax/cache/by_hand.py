@@ -18,6 +18,7 @@ from paged_jax.cache.block_table import BlockTables, missing_blocks
 from paged_jax.cache.copy_on_write import copies_needed, copy_on_write
 from paged_jax.cache.paged_cache import PagedCache, compact_head, grow, release_rows, share
 from paged_jax.cache.pages import copy_pages
+from paged_jax.checks import MOST
 from paged_jax.errors import ConfigError
 
 type Ints = int | np.integer | np.ndarray | Array | Sequence[int]  # a scalar or one dimension
@@ -111,20 +112,23 @@ def _concrete_rows(cache: PagedCache, rows: Any) -> Int[Array, "k"]:
 def _counts(name: str, values: Any, least: int) -> Int[Array, "k"]:
     """Return counts, checked where they are concrete.
 
-    What does not fit 32 bits becomes 2**30, which is more than any pool has.
+    What does not fit 32 bits becomes `MOST`, which is more than any pool has.
     """
     values = _integers(name, values)
     if isinstance(values, Tracer):
         return values.astype(jnp.int32)
     if np.any(values < least):
         raise ConfigError(f"{name}={values.tolist()}: must be at least {least}")
-    return jnp.asarray(np.minimum(values, 2**30), jnp.int32)
+    return jnp.asarray([min(value, MOST) for value in values.tolist()], jnp.int32)
 
 
 def _integers(name: str, values: Any) -> Any:
     """Return one dimension of integers, as NumPy's where they are concrete."""
     if not isinstance(values, Tracer):
-        values = np.asarray(values)
+        try:
+            values = np.asarray(values)
+        except (TypeError, ValueError) as error:  # rows of several lengths, or no numbers
+            raise ConfigError(f"{name}={values!r:.80}: a row of ints is needed") from error
     is_integer = jnp.issubdtype(values.dtype, jnp.integer)
     if not is_integer or values.ndim > 1 or values.size == 0:
         raise ConfigError(f"{name}={values!r:.80}: an int, or a row of ints, is needed")

@@ -204,6 +204,8 @@ class Engine:
 
     def is_finished(self, request_id: str) -> bool:
         """Return whether all outputs of a request have ended. Updates may still be there."""
+        if not isinstance(request_id, str):
+            raise InvalidRequestError(f"request_id={request_id!r:.80}: a str is needed")
         return request_id not in self._live
 
     def has_unfinished(self) -> bool:
@@ -265,7 +267,7 @@ class Engine:
 
     def advance(self, max_steps: int = STEPS_PER_DISPATCH) -> None:
         """Start a dispatch, and file the updates of the one before it while the device works."""
-        self.dispatch(max_steps)
+        self.dispatch(check_int("max_steps", max_steps, 1, None, error=InvalidRequestError))
         while len(self._flying) > 1:
             self.collect()
 
@@ -274,6 +276,7 @@ class Engine:
 
         Returns without waiting for them.
         """
+        max_steps = check_int("max_steps", max_steps, 0, None, error=InvalidRequestError)
         max_steps = min(max_steps, STEPS_PER_DISPATCH)
         self._fill_rows()
         self.state, report = self._programs.run(self.params, self.state, np.int32(max_steps))

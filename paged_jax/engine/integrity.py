@@ -10,6 +10,7 @@ from paged_jax.cache.block_table import BlockTables
 from paged_jax.cache.integrity import cache_faults, directory_entries
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.engine.step import EngineState
+from paged_jax.errors import ConfigError
 from paged_jax.scheduling.sequences import EMPTY, FINISHED, RUNNING, WAITING
 from paged_jax.scheduling.waiting import waiting_rows
 
@@ -28,10 +29,12 @@ def check_integrity(state: PagedCache | EngineState) -> list[str]:
     5. Of an engine: the running places, the waiting order and the rows' status agree, and only
        running rows have blocks.
 
-    It runs on the host and copies the books, not the pages.
+    It runs on the host and copies the books, not the pages. Raises ConfigError for anything else.
     """
     if isinstance(state, PagedCache):
         return cache_faults(state)
+    if not isinstance(state, EngineState):
+        raise ConfigError(f"state={state!r:.80}: a PagedCache or an EngineState is needed")
     cache = state.cache
     faults = cache_faults(cache)
     tables, seqs = jax.device_get((cache.tables, state.seqs))

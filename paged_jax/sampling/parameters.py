@@ -187,9 +187,10 @@ class BeamSearchParams:
 type Params = SamplingParams | BeamSearchParams
 
 
-def check_ids(name: str, ids: object) -> tuple[int, ...]:
+def check_ids(name: str, ids: Any) -> tuple[int, ...]:
     """Return a sequence of token ids as plain ints. Raises InvalidRequestError."""
-    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence | np.ndarray):
+    is_row = isinstance(ids, Sequence) or (isinstance(ids, np.ndarray) and ids.ndim == 1)
+    if isinstance(ids, str | bytes) or not is_row:
         raise InvalidRequestError(f"{name}={ids!r:.80}: a sequence of token ids is needed")
     return tuple(check_int(name, token, 0, None, error=InvalidRequestError) for token in ids)
 

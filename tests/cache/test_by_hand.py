@@ -247,7 +247,7 @@ def test_counts_of_another_number_than_the_rows_are_refused():
         allocate_slots(init_cache(FULL), [0, 1], [1, 2, 3])
 
 
-WRONG = [None, "a", 1.5, True, [], [[1]], 2**40, np.array([2**32])]
+WRONG = [None, "a", 1.5, True, [], [[1]], [[0], [1, 2]], 2**40, np.array([2**32])]
 
 
 @pytest.mark.usefixtures("no_annotation_checks")
@@ -262,6 +262,12 @@ def test_what_is_no_row_is_refused_before_anything_is_cast(value):
     ):
         with pytest.raises(ConfigError, match="rows="):
             call()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint64])
+def test_counts_of_any_integer_dtype_are_taken(dtype):
+    cache = give(init_cache(FULL), np.array([0, 1], dtype), np.array([5, 9], dtype))
+    assert cache.tables.num_tokens[:2].tolist() == [5, 9]
 
 
 @pytest.mark.usefixtures("no_annotation_checks")

@@ -6,6 +6,7 @@ import pytest
 
 from paged_jax import (
     CacheConfig,
+    ConfigError,
     EngineConfig,
     FullAttention,
     SamplingParams,
@@ -174,3 +175,16 @@ def test_a_spoilt_engine_is_named(engine, path, changes, says):
 def test_a_row_that_waits_twice_is_named(engine):
     twice = spoil(spoil(engine, "seqs.waiting.rows", (3, 1)), "seqs.waiting.count", ((), 2))
     assert check_integrity(twice) == ["waiting: a row stands there twice: [1, 1]"]
+
+
+@pytest.mark.usefixtures("no_annotation_checks")
+@pytest.mark.parametrize("wrong", [None, {}, CONFIG], ids=str)
+def test_what_is_no_state_is_refused(wrong):
+    with pytest.raises(ConfigError, match="state="):
+        check_integrity(wrong)
+
+
+def test_a_cache_of_more_slots_than_ids_is_refused():
+    for sizes in ((2**17, 2, 1), (2, 2, 2**17)):
+        with pytest.raises(ConfigError, match="=131072: of 32768 tokens each"):
+            CacheConfig(*sizes, block_size=2**15)

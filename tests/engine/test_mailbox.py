@@ -70,3 +70,13 @@ def test_an_aborted_search_has_one_last_update_for_each_output(engine):
     engine.run(2)
     assert engine.abort(request_id)
     assert [u.finish_reason for u in news(engine)] == ["abort", "abort"]
+
+
+@pytest.mark.usefixtures("no_annotation_checks")
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, None, "a"])
+def test_steps_are_counted_in_ints_above_zero(engine, wrong):
+    for run in (engine.run, engine.advance):
+        with pytest.raises(InvalidRequestError, match="max_steps="):
+            run(wrong)
+    with pytest.raises(InvalidRequestError, match="request_id="):
+        engine.is_finished([wrong])

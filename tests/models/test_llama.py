@@ -118,7 +118,7 @@ def test_every_variant_is_the_plain_forward(variant):
 
 def test_layers_of_one_window_form_a_group():
     config = dataclasses.replace(CONFIG, num_layers=5, windows=(8, None, 8, 8, None))
-    assert config.kv_groups == (SlidingWindow(3, 8), FullAttention(2))
+    assert config.kv_groups == (SlidingWindow(8, 3), FullAttention(2))
     assert config.kv_places == ((0, 0), (1, 0), (0, 1), (0, 2), (1, 1))
 
 

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from flax import nnx
@@ -247,12 +248,13 @@ class LLM:
     def _drop(self, request_ids: list[str]) -> None:
         """Run aborted requests to their end, and forget their updates."""
         engine = self.engine
-        for finish in (engine.collect_all, engine.collect_all, lambda: engine.run(1)):
-            try:
-                if engine.is_flying() or not all(map(engine.is_finished, request_ids)):
-                    finish()
-            except NoProgressError:  # of other requests: whoever waits for those learns of it
-                continue
+        # What other requests lack is for whoever waits for those to learn.
+        while engine.is_flying():
+            with suppress(NoProgressError):
+                engine.collect()
+        if not all(map(engine.is_finished, request_ids)):
+            with suppress(NoProgressError):
+                engine.run(1)
         for request_id in request_ids:
             engine.drop(request_id)
 

@@ -11,6 +11,13 @@ from paged_jax.cache.paged_cache import PagedCache, replace_blocks
 from paged_jax.cache.pages import BlockCopies
 
 
+def written_blocks(
+    cache: PagedCache, rows: Int[Array, "k"], first_written: Int[Array, "k"]
+) -> Int[Array, "G k"]:
+    """Return the block of the first position that each row writes, 0 where it has none yet."""
+    return cache.tables.blocks[:, rows, _written_column(cache, first_written)]
+
+
 def shared_writes(
     cache: PagedCache,
     rows: Int[Array, "k"],
@@ -21,7 +28,7 @@ def shared_writes(
 
     `first_written` is the first position that a row writes, `writes` whether it writes at all.
     """
-    blocks = cache.tables.blocks[:, rows, _written_column(cache, first_written)]
+    blocks = written_blocks(cache, rows, first_written)
     return writes & (blocks != 0) & (cache.pool.ref_count[blocks] > 1), blocks
 
 

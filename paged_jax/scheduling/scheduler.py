@@ -24,7 +24,12 @@ from jaxtyping import Array, Bool, Int
 
 from paged_jax.arrays import apply_if
 from paged_jax.cache import prefix_directory
-from paged_jax.cache.copy_on_write import copies_needed, copy_on_write, shared_writes
+from paged_jax.cache.copy_on_write import (
+    copies_needed,
+    copy_on_write,
+    shared_writes,
+    written_blocks,
+)
 from paged_jax.cache.paged_cache import PagedCache, compact_head, is_head_live
 from paged_jax.cache.registration import register
 from paged_jax.kv_group import first_live_blocks, releasing_groups
@@ -183,11 +188,10 @@ def _evict_overwritten(plan: StepPlan) -> StepPlan:
     cache, seqs = plan.cache, plan.seqs
     if cache.directory is None:
         return plan
-    rows, is_active = running_rows(seqs)
-    position = jnp.maximum(seqs.num_computed, seqs.num_hit)[rows]
-    column = jnp.minimum(position // cache.config.block_size, cache.config.max_blocks_per_row - 1)
-    blocks = cache.tables.blocks[:, rows, column]
-    is_partial = is_active & (position % cache.config.block_size != 0)
+    _, is_active = running_rows(seqs)
+    rows, first, _ = planned_writes(plan)
+    blocks = written_blocks(cache, rows, first)
+    is_partial = is_active & (first % cache.config.block_size != 0)
     is_own = is_partial & (cache.pool.ref_count[blocks] == 1)
     directory = prefix_directory.evict(cache.directory, jnp.where(is_own, blocks, 0))
     return plan.replace(cache=cache.replace(directory=directory))

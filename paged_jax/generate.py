@@ -22,6 +22,7 @@ from paged_jax.engine.step import EngineState, init_state, run
 from paged_jax.generate_arguments import Prompts, Sizes, check_arguments, check_fits
 from paged_jax.sampling.parameters import PARAMETERS
 from paged_jax.sampling.rows import SamplingRows
+from paged_jax.sampling.streams import split_seeds
 from paged_jax.scheduling import sequences
 from paged_jax.scheduling.sequences import INVALID, NewSequences
 
@@ -56,7 +57,7 @@ def generate(
     params: Any,
     prompts: Int[ArrayLike, "B P"] | Sequence[Sequence[int]],
     prompt_lens: Int[ArrayLike, "B"] | Sequence[int],
-    key: Array,
+    key: ArrayLike,
     *,
     max_new_tokens: int | np.integer | np.ndarray | Sequence[int],
     num_samples: int = 1,
@@ -78,8 +79,8 @@ def generate(
         graphdef, params: of a decoder, from `nnx.split(model)`. Params may be traced and sharded.
             No gradient flows into them.
         prompts, prompt_lens: token ids [B, P], of which row i is valid up to `prompt_lens[i]`.
-        key: of the samples' random streams. A sample's tokens depend on its own stream, not on its
-            neighbours.
+        key: of the samples' random streams, typed or not, of any implementation. A sample's tokens
+            depend on its own stream, not on its neighbours and not on JAX's settings.
         max_new_tokens: output tokens at most, an int or ints [B]. Not traced: the greatest is a
             shape.
         temperature, top_k, top_p, min_p: a number or numbers [B], may be traced; see
@@ -195,7 +196,7 @@ def _rows(
             p.name: p.canonical(repeat(prompts.parameters[p.name].astype(p.dtype)))
             for p in PARAMETERS
         },
-        seed=jax.random.bits(prompts.key, (config.num_rows,), jnp.uint32),
+        seed=split_seeds(prompts.key, config.num_rows),
         min_len=jnp.zeros_like(lens),
         stop_ids=jnp.broadcast_to(stop_ids, (config.num_rows, stop_ids.shape[0])),
     )

@@ -17,6 +17,7 @@ from paged_jax.config import CacheConfig, EngineConfig
 from paged_jax.engine.requests import max_blocks_held
 from paged_jax.errors import ConfigError, InvalidRequestError
 from paged_jax.sampling.parameters import LARGEST_INT, PARAMETERS, Parameter, check_ids
+from paged_jax.sampling.streams import KEY_WORDS
 
 MAX_RUNNING = 64  # sequences running at once, where the caller does not say
 MAX_TOKENS_A_STEP = 512
@@ -194,15 +195,16 @@ def _to_ids(name: str, values: Any) -> Array:
 
 
 def _check_key(key: Any) -> None:
-    is_key = isinstance(key, jax.Array | np.ndarray)
-    if is_key and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    is_array = isinstance(key, jax.Array | np.ndarray)
+    if is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         is_key = key.ndim == 0
-    elif is_key:
-        words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-        is_key = key.dtype == jnp.uint32 and key.shape == words.shape
+    else:
+        is_key = is_array and key.dtype == jnp.uint32 and key.shape in {(n,) for n in KEY_WORDS}
     if not is_key:
+        shape = f" has shape {key.shape} of {key.dtype};" if is_array else ""
         raise InvalidRequestError(
-            f"key={key!r:.80}: a key of jax.random is needed, `jax.random.key(0)`"
+            f"key={key!r:.80}:{shape} one key of jax.random is needed, `jax.random.key(0)`, or its "
+            f"{' or '.join(map(str, KEY_WORDS))} words as uint32"
         )
 
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from paged_jax.sampling.rows import SamplingRows
+from paged_jax.sampling.streams import uniforms
 
 CANDIDATES = 128
 HEAD_DEPTH = (
@@ -90,9 +91,7 @@ def _sample_any(
         lambda: jnp.full_like(temperature, -jnp.inf),
     )
     kept = jnp.where(scaled >= threshold[:, None], jnp.exp(scaled), 0)
-    keys = jax.vmap(lambda seed, n: jax.random.fold_in(jax.random.key(seed), n))(rows.seed, lengths)
-    uniforms = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
-    return jnp.where(is_warm, _draw(kept, uniforms), greedy)
+    return jnp.where(is_warm, _draw(kept, uniforms(rows.seed, lengths, 2)), greedy)
 
 
 def _is_filtered(rows: SamplingRows) -> Bool[Array, "R"]:

@@ -421,7 +421,7 @@ def test_only_rows_that_filter_make_a_step_look_for_the_head():
         np.ones(4, bool),
     )
     whole = jax.make_jaxpr(sample)(*arguments).jaxpr
-    costly = {"top_k", "sort", "cumsum", "while", "random_bits"}
+    costly = {"top_k", "sort", "cumsum", "while", "random_fold_in"}
     assert costly <= set(primitives(whole)) | {"sort"}
     assert not costly & set(primitives(whole, stop=("cond",)))
     greedy, special = branches(whole)

@@ -42,7 +42,7 @@ class PrefixDirectory(struct.PyTreeNode):
         content_id: above 0 for a block with content worth keeping.
         parent_id: id of the content before it, or a root; NO_ID for a mate.
         hash: the key of the content.
-        mates: blocks of the other groups with the same tokens, 0 where there is none.
+        mates: blocks with the same tokens, 0 where there is none: an array for each other group.
         num_registered: leading blocks of a row that are registered, its hits among them.
         last_id: content id of the last of them, or the row's root before the first. NO_ID stops the
             row from registering.
@@ -54,7 +54,7 @@ class PrefixDirectory(struct.PyTreeNode):
     parent_id: Int[Array, "N"]
     hash: UInt[Array, "N"]
     tokens: Int[Array, "N B"]
-    mates: Int[Array, "others N"]
+    mates: tuple[Int[Array, "N"], ...]
     table: Int[Array, "sets ways"]
     next_id: Int[Array, ""]
     num_registered: Int[Array, "R"]
@@ -93,7 +93,7 @@ def init_directory(config: CacheConfig) -> PrefixDirectory:
         parent_id=zeros(num_blocks),
         hash=zeros(num_blocks, dtype=jnp.uint32),
         tokens=zeros(num_blocks, config.block_size),
-        mates=zeros(config.num_groups - 1, num_blocks),
+        mates=tuple(zeros(num_blocks) for _ in range(config.num_groups - 1)),
         table=zeros(num_sets, WAYS),
         next_id=jnp.int32(1),
         num_registered=zeros(num_rows),

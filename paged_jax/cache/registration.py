@@ -48,7 +48,7 @@ class Entries(NamedTuple):
     key: UInt[Array, "E"]
     parent: Int[Array, "E"]  # of the row's first entry
     block: Int[Array, "E"]  # in the key group
-    mates: Int[Array, "others E"]  # in the other groups
+    mates: tuple[Int[Array, "E"], ...]  # in each other group
 
 
 class Known(NamedTuple):
@@ -143,7 +143,7 @@ def _gather_entries(
         key=to_key(hashes),
         parent=directory.last_id[row],
         block=blocks[group],
-        mates=jnp.delete(blocks, group, axis=0, assume_unique_indices=True),
+        mates=tuple(blocks[g] for g in range(blocks.shape[0]) if g != group),
     )
 
 
@@ -201,31 +201,35 @@ def _write(
     """
     e = entries
     holder = jnp.where(known.is_found, known.block, e.block)
-    old_mates = directory.mates[:, holder]
-    is_lost = (old_mates == 0) | (directory.content_id[old_mates] != placed.id)
-    is_unregistered = directory.content_id[e.mates] == NO_ID
-    is_mended = known.is_found & is_lost & (e.mates != 0) & is_unregistered
+    old_mates = [mates[holder] for mates in directory.mates]
+    is_mended = [
+        known.is_found
+        & ((old == 0) | (directory.content_id[old] != placed.id))
+        & ((new != 0) & (directory.content_id[new] == NO_ID))
+        for old, new in zip(old_mates, e.mates, strict=True)
+    ]
     past, num_sets = directory.content_id.shape[0], directory.table.shape[0]
     # All reads come before the first write: the arrays are updated in place.
     way, directory, keys = jax.lax.optimization_barrier((placed.way, directory, e.key))
     target = jnp.where(placed.is_inserted, e.block, past)
     content_id = directory.content_id.at[target].set(placed.id, mode="drop")
     parent_id = directory.parent_id.at[target].set(placed.parent, mode="drop")
-    mates = directory.mates.at[:, target].set(e.mates, mode="drop")
-    for g in range(e.mates.shape[0]):
-        is_named = (placed.is_inserted & (e.mates[g] != 0)) | is_mended[g]
-        mate = jnp.where(is_named, e.mates[g], past)
+    mates = list(directory.mates)
+    for g, new in enumerate(e.mates):
+        is_named = (placed.is_inserted & (new != 0)) | is_mended[g]
+        mate = jnp.where(is_named, new, past)
         content_id = content_id.at[mate].set(placed.id, mode="drop")
         # A mate has no entry of its own: an old one of that block must not come to life again.
         parent_id = parent_id.at[mate].set(NO_ID, mode="drop")
-        mates = mates.at[g, jnp.where(is_mended[g], holder, past)].set(e.mates[g], mode="drop")
+        place = jnp.where(is_mended[g], holder, target)
+        mates[g] = mates[g].at[place].set(new, mode="drop")
     set_index = jnp.where(placed.is_inserted, placed.set_index, num_sets)
     directory = directory.replace(
         content_id=content_id,
         parent_id=parent_id,
         hash=directory.hash.at[target].set(keys, mode="drop"),
         tokens=directory.tokens.at[target].set(e.content, mode="drop"),
-        mates=mates,
+        mates=tuple(mates),
         table=directory.table.at[set_index, way].set(e.block, mode="drop"),
         next_id=directory.next_id + jnp.sum(placed.is_inserted, dtype=jnp.int32),
     )

@@ -10,6 +10,8 @@ from paged_jax.checks import MOST, check_bool, check_int
 from paged_jax.errors import ConfigError
 from paged_jax.kv_group import FullAttention, KVGroup
 
+MOST_BLOCKS = 2**28  # places of the free queue, twice as many, are added up in 32 bits
+
 
 @dataclass(frozen=True)
 class CacheConfig:
@@ -55,6 +57,7 @@ class CacheConfig:
         if not jnp.issubdtype(self.dtype, jnp.floating):
             raise ConfigError(f"dtype={self.dtype!r}: a floating-point dtype is needed")
         check_bool("enable_prefix_caching", self.enable_prefix_caching, error=ConfigError)
+        check_int("num_blocks", self.num_blocks, 1, MOST_BLOCKS, error=ConfigError)
         for name in ("num_blocks", "max_blocks_per_row"):
             if getattr(self, name) * self.block_size > MOST:
                 raise ConfigError(

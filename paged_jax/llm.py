@@ -152,16 +152,16 @@ class LLM:
         self.engine.check_request(tokens, sampling_params, cache_salt=cache_salt)
         return self._stream(tokens, sampling_params, cache_salt)
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, int | float]:
         """Return what the engine did so far, as of the last dispatch that was read.
 
         `waste` is the share of slots in allocated blocks that held no token, over all steps.
         `hit_rate` is the share of the prompts' tokens that was found in the cache.
         """
         counters = self.engine.counters
-        values = {} if counters is None else {name: x.item() for name, x in counters.items()}
-        num_used = values.pop("block_steps", 0.0)
-        num_empty = values.pop("empty_block_steps", 0.0)
+        values = {} if counters is None else dict(counters.items())
+        num_used = values.pop("block_steps", 0) * self.engine.config.block_size
+        num_empty = values.pop("empty_slot_steps", 0)
         num_queried = values.get("queried_tokens", 0)
         return values | {
             "waste": num_empty / num_used if num_used else 0.0,

@@ -148,7 +148,7 @@ def _allocate(
 ) -> tuple[PagedCache, Bool[Array, ""]]:
     config, tables = cache.config, cache.tables
     have, max_tokens = tables.num_tokens[rows], config.max_tokens_per_row
-    # Clamped, so that no sum wraps.
+    # Clamped, so that no count wraps.
     asked = jnp.minimum(new, max_tokens + 1)
     must_fit = jnp.minimum(must_fit, config.num_slots + 1)
     need = missing_blocks(tables, rows, have + asked, config.block_size)
@@ -157,7 +157,8 @@ def _allocate(
     copies = copies_needed(cache, rows, have, jnp.ones_like(rows, bool))
     available = cache.pool.num_free - jnp.clip(reserved_blocks, 0, config.num_blocks)
     ok = (
-        (jnp.sum(whole) + jnp.sum(copies) <= available)
+        (jnp.sum(whole, dtype=jnp.float32) < 2**30)  # the sum of ints does not wrap
+        & (jnp.sum(whole) + jnp.sum(copies, dtype=jnp.int32) <= available)
         & jnp.all((new > 0) & (new <= max_tokens - have))
         & _are_rows(tables, rows)
         & ~jnp.any(_are_repeated(rows))

@@ -1,14 +1,17 @@
 """Counters of what happened since an engine's state was made.
 
 They are few arrays, because each array is a kernel in every step. The names of their entries stand
-in one place.
+in one place. A total has two words of 32 bits, because JAX has no wider integers unless x64 is on:
+it is exact up to 2**64.
 """
 
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jax.core import Tracer
+from jaxtyping import Array, Int, UInt
 
 # Each name is the meaning of one entry.
 TOTALS = (
@@ -20,56 +23,65 @@ TOTALS = (
     "hit_tokens",  # how many of them were found in the cache
     "copied_blocks",  # blocks copied because a sequence wrote into a shared one
     "eventful_steps",  # steps that admitted, preempted, copied or released
+    "block_steps",  # blocks in use, summed over steps
+    "empty_slot_steps",  # slots in them that hold no token, likewise
 )
 PEAKS = (
     "peak_blocks",  # most blocks in use in one step
     "peak_running",  # most sequences running in one step
 )
-SUMS = (
-    "block_steps",  # blocks in use, summed over steps
-    "empty_block_steps",  # slots in them that hold no token / block_size, likewise
-)
 
 
 class Counters(struct.PyTreeNode):
-    """Entries in the order of TOTALS, PEAKS and SUMS; each is an attribute by its name.
+    """Entries in the order of TOTALS and PEAKS; each is an attribute by its name, an int.
 
-    Counters that were fetched hold NumPy arrays.
+    In a program, where it is traced, a total's attribute is its low word.
+
+    Attributes:
+        totals: the low words, then the high words.
     """
 
-    totals: Int[Array, "totals"]
+    totals: UInt[Array, "2 totals"]
     peaks: Int[Array, "peaks"]
-    sums: Float[Array, "sums"]
 
     def __getattr__(self, name: str) -> Any:
-        for names, array in ((TOTALS, "totals"), (PEAKS, "peaks"), (SUMS, "sums")):
-            if name in names:
-                return getattr(self, array)[names.index(name)]
+        if name in TOTALS:
+            words = self.totals[:, TOTALS.index(name)]
+            if isinstance(words, Tracer):
+                return words[0]
+            low, high = np.asarray(words).tolist()
+            return low + (high << 32)
+        if name in PEAKS:
+            peak = self.peaks[PEAKS.index(name)]
+            return peak if isinstance(peak, Tracer) else int(peak)
         raise AttributeError(f"{type(self).__name__} has no counter {name!r}")
 
     def items(self) -> list[tuple[str, Any]]:
         """Return names and values."""
-        return [(name, getattr(self, name)) for name in (*TOTALS, *PEAKS, *SUMS)]
+        return [(name, getattr(self, name)) for name in (*TOTALS, *PEAKS)]
 
 
 def init_counters() -> Counters:
     """Return counters at 0."""
     return Counters(
-        totals=jnp.zeros(len(TOTALS), jnp.int32),
-        peaks=jnp.zeros(len(PEAKS), jnp.int32),
-        sums=jnp.zeros(len(SUMS), jnp.float32),
+        totals=jnp.zeros((2, len(TOTALS)), jnp.uint32), peaks=jnp.zeros(len(PEAKS), jnp.int32)
     )
 
 
 def add_totals(counters: Counters, **counts: Int[Array, ""]) -> Counters:
-    """Add to the totals of those names."""
-    at = jnp.asarray([TOTALS.index(name) for name in counts])
-    totals = counters.totals.at[at].add(jnp.stack([*counts.values()]))
-    return counters.replace(totals=totals)
+    """Add to the totals of those names; no count is negative.
+
+    low 2**32 - 1, high 0, count 3 -> low 2, high 1
+    """
+    low, high = counters.totals
+    zero = jnp.zeros_like(low[0])
+    added = jnp.stack([counts.get(name, zero).astype(jnp.uint32) for name in TOTALS])
+    low = low + added
+    high = high + (low < added).astype(jnp.uint32)
+    return counters.replace(totals=jnp.stack([low, high]))
 
 
-def record(counters: Counters, **values: Int[Array, ""] | Float[Array, ""]) -> Counters:
-    """Raise the peaks and add to the sums: a value for every name of PEAKS and SUMS."""
+def raise_peaks(counters: Counters, **values: Int[Array, ""]) -> Counters:
+    """Raise the peaks to values, one for every name of PEAKS."""
     peaks = jnp.stack([values[name] for name in PEAKS])
-    sums = jnp.stack([values[name].astype(jnp.float32) for name in SUMS])
-    return counters.replace(peaks=jnp.maximum(counters.peaks, peaks), sums=counters.sums + sums)
+    return counters.replace(peaks=jnp.maximum(counters.peaks, peaks))

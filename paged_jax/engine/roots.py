@@ -2,13 +2,15 @@
 
     salt None -> -71    salt "a" -> -72    new params    salt None -> -73
 
-A number is used once. The first is drawn at random, so that content which another engine cached, in
-a state that was saved, is not hit.
+A number is used once in 2**31. The first is drawn at random, so that content which another engine
+cached, in a state that was saved, is not hit.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
+
+LEAST_ROOT, GREATEST_ROOT = -(2**31), -1
 
 
 def _draw() -> int:
@@ -27,7 +29,7 @@ def find_root(roots: Roots, salt: str | None) -> int:
     """Return the root of a salt, a new one where the salt has none."""
     if salt not in roots.by_salt:
         roots.by_salt[salt] = roots.next_root
-        roots.next_root -= 1
+        roots.next_root = GREATEST_ROOT if roots.next_root == LEAST_ROOT else roots.next_root - 1
     return roots.by_salt[salt]
 
 

@@ -20,7 +20,7 @@ from paged_jax.arrays import apply_if
 from paged_jax.cache.paged_cache import PagedCache, init_cache, release_passed_blocks
 from paged_jax.cache.pages import copy_pages
 from paged_jax.config import EngineConfig, token_widths
-from paged_jax.engine.counters import Counters, add_totals, init_counters, record
+from paged_jax.engine.counters import Counters, add_totals, init_counters, raise_peaks
 from paged_jax.errors import ConfigError
 from paged_jax.sampling.sampler import sample
 from paged_jax.scheduling.batch import Batch, build_batch
@@ -210,11 +210,7 @@ def _count(
         steps=jnp.ones_like(num_used),
         computed_tokens=num_computed,
         generated_tokens=num_sampled,
-    )
-    return record(
-        counters,
-        peak_blocks=num_used,
-        peak_running=batch.num_seqs,
         block_steps=num_used,
-        empty_block_steps=num_empty / books.config.block_size,
+        empty_slot_steps=num_empty,
     )
+    return raise_peaks(counters, peak_blocks=num_used, peak_running=batch.num_seqs)

@@ -47,6 +47,7 @@ def plan_running(budget: Int[Array, ""], seqs: Sequences) -> Int[Array, "S"]:
     """
     rows, is_active = running_rows(seqs)
     pending = jnp.where(is_active, seqs.num_tokens[rows] - seqs.num_computed[rows], 0)
+    pending = jnp.minimum(pending, budget)  # a sum of long prompts could pass 32 bits
     before = jnp.cumsum(pending) - pending
     return jnp.clip(budget - before, 0, pending)
 

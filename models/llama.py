@@ -217,7 +217,7 @@ def _dot(x: Float[Array, "T n"], weight: Float[Array, "*out n"]) -> Float32[Arra
 
 def _add(x: Float[Array, "T *out"], bias: nnx.Param | None) -> Float[Array, "T *out"]:
     """Add a bias [*out], if there is one."""
-    return x if bias is None else x + bias[...].astype(x.dtype)
+    return x if bias is None else x + jnp.broadcast_to(bias[...].astype(x.dtype), x.shape)
 
 
 def _rms_norm(
@@ -226,7 +226,8 @@ def _rms_norm(
     """Norm the last axis; `scale` broadcasts against x, so that heads may have their own."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+    scale = jnp.broadcast_to(scale.astype(jnp.float32), x.shape)
+    return (wide * scale).astype(x.dtype)
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], config: LlamaConfig) -> nnx.Param:

@@ -81,7 +81,7 @@ def rotation(
     positions: Int[Array, "T"], config: RopeConfig, head_dim: int
 ) -> tuple[Float32[Array, "T half"], Float32[Array, "T half"]]:
     """Compute cosine and sine of each position's angles; half = head_dim / 2."""
-    angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies(config, head_dim)
+    angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies(config, head_dim)[None]
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -99,6 +99,6 @@ def rotate(
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, half)
     cos = cos.reshape(-1, *heads, 1, half)
     # XLA's CPU backend compiles a concatenate of two halves anew for each layer, this product once.
-    sin = sin.reshape(-1, *heads, 1, half) * np.array([[-1], [1]], np.float32)
+    sin = sin.reshape(-1, *heads, 1, half) * np.array([-1, 1], np.float32).reshape(1, *heads, 2, 1)
     swapped = lax.rev(pairs, (pairs.ndim - 2,))
     return (pairs * cos + swapped * sin).reshape(x.shape).astype(x.dtype)

@@ -179,7 +179,7 @@ def _rows(
     """Return each prompt `num_samples` times as rows, and which of them are valid."""
     tokens, lens, n = prompts.tokens, prompts.lens, sizes.num_samples
     width = tokens.shape[1]
-    is_inside = jnp.arange(width) < lens[:, None]
+    is_inside = jnp.arange(width, dtype=jnp.int32)[None] < lens[:, None]
     is_foreign = jnp.any(is_inside & ((tokens < 0) | (tokens >= vocab_size)), axis=1)
     is_valid = (lens > 0) & (lens <= width) & ~is_foreign
     tokens = jnp.where(is_inside, tokens, 0)
@@ -226,8 +226,8 @@ def _collect(
     max_new = max_len - prompts.tokens.shape[1]
     lengths = jnp.where(is_valid, seqs.num_tokens - seqs.num_prompt_tokens, 0)
     offsets = jnp.arange(max_new, dtype=jnp.int32)
-    place = jnp.minimum(seqs.num_prompt_tokens[:, None] + offsets, max_len - 1)
-    is_output = offsets < lengths[:, None]
+    place = jnp.minimum(seqs.num_prompt_tokens[:, None] + offsets[None], max_len - 1)
+    is_output = offsets[None] < lengths[:, None]
 
     def cut(x):
         return jnp.where(is_output, jnp.take_along_axis(x, place, axis=1), 0).reshape(

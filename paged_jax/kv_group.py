@@ -199,7 +199,7 @@ def longest_start(
     low = first_live_blocks(groups, computed, block_size)
     lost = jnp.cumsum(~is_cached, axis=1, dtype=jnp.int32)
     lost = jnp.pad(lost, ((0, 0), (1, 0)))
-    before_low = jnp.take_along_axis(lost, jnp.minimum(low, counts), axis=1)
+    before_low = jnp.take_along_axis(lost, jnp.minimum(low, counts[None]), axis=1)
     is_whole = jnp.all(lost == before_low, axis=0)
     count = jnp.max(jnp.where(is_whole & (counts <= num_cached), counts, 0))
     return count, low[:, count]

@@ -4,12 +4,28 @@ from contextlib import contextmanager
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from engines import QUICK, make_engine, news
-from paged_jax import InvalidRequestError, SamplingParams, generate
+from paged_jax import (
+    BeamSearchParams,
+    CacheConfig,
+    FullAttention,
+    InvalidRequestError,
+    SamplingParams,
+    SlidingWindow,
+    allocate_slots,
+    check_integrity,
+    fork,
+    free,
+    generate,
+    init_cache,
+)
+from paged_jax.kernels import ragged_paged_attention, write_kv
+from paged_jax.models import Llama, LlamaConfig
 from paged_jax.sampling.streams import split_seeds
 from toy_decoder import ToyDecoder, random_prompts
 
@@ -93,3 +109,109 @@ def test_keys_of_every_implementation_are_taken_and_each_of_their_words_counts()
 def test_what_is_no_key_is_refused_by_name(key):
     with pytest.raises(InvalidRequestError, match=r"key=.*one key of jax.random is needed"):
         rollout(key)
+
+
+# ---------------------------------------------------------------- what arrays are and how they mix
+
+EXACTING = dict(
+    jax_enable_x64=True,
+    jax_numpy_dtype_promotion="strict",
+    jax_numpy_rank_promotion="raise",
+)
+WINDOWED = LlamaConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    max_model_len=64,
+    windows=(None, 5),
+)
+MODEL = nnx.split(Llama(WINDOWED, rngs=nnx.Rngs(0)))
+exacting = pytest.mark.filterwarnings("error::FutureWarning")  # of a write that narrows a dtype
+
+
+def assert_narrow(state):
+    for path, x in jax.tree.leaves_with_path(state):
+        assert x.dtype.itemsize <= 4 and not x.weak_type, jax.tree_util.keystr(path)
+
+
+@exacting
+@pytest.mark.slow
+def test_an_engine_with_all_it_has_gives_the_same_tokens():
+    def tokens():
+        sizes = dict(max_num_seqs=4, max_num_batched_tokens=8, block_size=4, max_beam_width=3)
+        engine = make_engine(MODEL, 24, 32, enable_prefix_caching=True, **sizes)
+        prompt = [1, 2, 3, 4, 5, 6]
+        filters = dict(top_k=5, top_p=0.9, min_p=0.01, min_tokens=2, stop_token_ids=[3])
+        engine.add_request(prompt, SamplingParams(n=3, seed=3, max_tokens=6, **filters))
+        engine.add_request(prompt, BeamSearchParams(3, max_tokens=5))
+        engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=9))
+        found = [(u.request_id, u.index, u.token_ids) for u in news(engine)]
+        engine.update_params(jax.tree.map(lambda x: -x, MODEL[1]))
+        last = engine.add_request(prompt, SamplingParams(temperature=0), cache_salt="a")
+        found += [u.token_ids for u in news(engine, 3)]
+        engine.abort(last)
+        engine.run(1)
+        assert check_integrity(engine.state) == [] and engine.reset_prefix_cache()
+        assert_narrow(engine.state)
+        return found, engine.counters.items()
+
+    usual = tokens()
+    with settings(**EXACTING):
+        assert tokens() == usual
+
+
+@exacting
+@pytest.mark.slow
+def test_generate_gives_the_same_tokens():
+    def tokens(dtype=np.int32):
+        program = jax.jit(partial(generate, *MODEL, **options), compiler_options=QUICK)
+        prompts, lens = np.array([[1, 2, 3], [4, 5, 0]], dtype), np.array([3, 2], dtype)
+        out = program(prompts, lens, KEY, temperature=np.array([1, 2.0]), top_k=np.array([5, 0]))
+        assert_narrow(out)
+        return out.tokens.tolist()
+
+    options = dict(max_new_tokens=4, num_samples=2, block_size=4, top_p=0.9, min_p=0.01)
+    usual = tokens()
+    with settings(**EXACTING):
+        assert tokens(np.int64) == usual
+
+
+@exacting
+def test_the_cache_by_hand_is_the_same():
+    def state():
+        groups = (FullAttention(1), SlidingWindow(5, 1))
+        cache = init_cache(CacheConfig(32, 4, 4, 4, groups, enable_prefix_caching=True))
+        cache, _ = allocate_slots(cache, [0, 1], [5, 6], reserved_blocks=2, must_fit_tokens=9)
+        cache, _ = fork(cache, 0, np.array([2, 3]))
+        cache, _ = allocate_slots(cache, jnp.asarray(2), 3)
+        cache, ok = free(cache, [0, 2])
+        assert ok and check_integrity(cache) == []
+        assert_narrow(cache)
+        return jax.device_get(cache)
+
+    usual = state()
+    with settings(**EXACTING):
+        jax.tree.map(np.testing.assert_array_equal, state(), usual)
+
+
+@exacting
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_is_the_same(dtype):
+    q = np.sin(np.arange(5 * 4 * 8)).reshape(5, 4, 8)
+    pages = np.cos(np.arange(6 * 4 * 2 * 8)).reshape(6, 4, 2, 8)
+    q, pages = (jnp.asarray(x, dtype) for x in (q, pages))
+    index = [[9, 3, 0], [[1, 2, 3], [4, 0, 0], [0, 0, 0]], [0, 3, 5, 5], 2]
+    index = [np.array(x, np.int32) for x in index]
+    options = dict(window=6, soft_cap=20.0, sinks=jnp.ones(4, dtype), return_lse=True)
+
+    def attend():
+        slots = np.array([5, 6, 99, 8, 9], np.int32)
+        k, v = write_kv(pages, pages, q[:, :2], q[:, 2:], slots)
+        return ragged_paged_attention(q, k, v, *index, implementation="xla", **options)
+
+    usual = attend()
+    with settings(**EXACTING):
+        jax.tree.map(np.testing.assert_array_equal, attend(), usual)

@@ -63,17 +63,18 @@ def combine(
 
     Example: means [2, 6] with lse [log 1, log 3] -> out (2 * 1 + 6 * 3) / 4 = 5, lse log 4.
     """
-    has_key = is_owned[:, None] & (lse != -jnp.inf)  # true for NaN
+    has_key = is_owned[None, :, None] & (lse != -jnp.inf)  # true for NaN
     # From here on no -inf meets another.
     top = jnp.where(has_key, lse, -jnp.inf).max(0)
     has_any = top != -jnp.inf
     if sinks is not None:
-        top = jnp.maximum(top, sinks.astype(jnp.float32))
+        sinks = jnp.broadcast_to(sinks.astype(jnp.float32), top.shape)
+        top = jnp.maximum(top, sinks)
     top = jnp.where(has_any, top, 0)
-    weights = jnp.where(has_key, jnp.exp(lse - top), 0)
+    weights = jnp.where(has_key, jnp.exp(lse - top[None]), 0)
     total = weights.sum(0)
     if sinks is not None:
-        total = total + jnp.exp(sinks.astype(jnp.float32) - top)
+        total = total + jnp.exp(sinks - top)
     total = jnp.where(has_any, total, 1)
     values = jnp.where(has_key[..., None], out.astype(jnp.float32), 0)
     mean = (values * weights[..., None]).sum(0) / total[..., None]

@@ -91,7 +91,7 @@ def _cut_rows(q, tiles: QueryTiles, kv_heads: int, static: Static):
     Example, rows a and b with 3 heads of a KV head: [a0, a1, a2, 0, b0, b1, b2, 0].
     """
     rows = jnp.arange(static.parts * static.rows, dtype=jnp.int32)
-    token = jnp.clip(tiles.start[:, None] + rows, 0, q.shape[0] - 1)
+    token = jnp.clip(tiles.start[:, None] + rows[None], 0, q.shape[0] - 1)
     rows = q[token].reshape(-1, static.rows, kv_heads, q.shape[1] // kv_heads, q.shape[2])
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, static.heads - rows.shape[3]), (0, 0)))
     rows = rows.transpose(0, 2, 1, 3, 4).reshape(rows.shape[0], kv_heads, -1, q.shape[2])

@@ -66,7 +66,7 @@ def pack_softmax(softmax: Softmax) -> Float[Array, "*rows W"]:
     Not with a concatenate: XLA's CPU backend compiles each layer's anew, and a select once.
     """
     width = softmax.acc.shape[-1]
-    column = jnp.arange(width) - (width - 2)
+    column = jnp.arange(width, dtype=jnp.int32) - (width - 2)
     total_or_top = jnp.where(column == 0, softmax.total, softmax.top)
     return jnp.where(column < 0, softmax.acc, total_or_top)
 
@@ -94,7 +94,7 @@ def finish_softmax(
     top, total, acc = softmax.top[..., 0], softmax.total[..., 0], softmax.acc
     has_key = ~(top <= LOWEST) & is_owned[:, None]  # true for NaN
     if sinks is not None:
-        sinks = sinks.astype(top.dtype)
+        sinks = jnp.broadcast_to(sinks.astype(top.dtype), top.shape)
         raised = jnp.maximum(top, sinks)
         decay = jnp.exp(top - raised)
         total = total * decay + jnp.exp(sinks - raised)
@@ -106,7 +106,7 @@ def finish_softmax(
 
 def sum_dtype(x) -> jnp.dtype:
     """Return the dtype of sums of numbers like x: float32, or float64 for float64."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
 def dot(spec: str, a, b):

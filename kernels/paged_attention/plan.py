@@ -64,7 +64,8 @@ def list_items(walk: Walk, tables: Int[Array, "S M"], block_size: int, chunk_tok
     tile = jnp.minimum(jnp.cumsum(ended, dtype=jnp.int32), num_tiles - 1)
     trip = jnp.arange(bound, dtype=jnp.int32) - (ends - counts)[tile]
     block = walk.first_block[tile] + trip * per_item
-    column = jnp.clip(block[:, None] + jnp.arange(per_item, dtype=jnp.int32), 0, width - 1)
+    column = block[:, None] + jnp.arange(per_item, dtype=jnp.int32)[None]
+    column = jnp.clip(column, 0, width - 1)
     blocks = tables[walk.tiles.seq[tile][:, None], column]
     return Items(tile, trip == 0, block * block_size, blocks, ends[-1])
 

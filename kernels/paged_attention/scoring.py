@@ -26,7 +26,7 @@ class Scales(NamedTuple):
 
 
 def is_visible(position, key_position, scoring: Scoring):
-    """Return whether a query at `position` sees a key. Both are arrays that broadcast.
+    """Return whether a query at `position` sees a key. Both are arrays of one rank that broadcast.
 
     Example, window 2: query 5 sees keys 4 and 5; without a window keys 0 to 5.
     """

@@ -92,7 +92,7 @@ def cut_tiles(
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     tile = jnp.arange(bound, dtype=jnp.int32)
     # The sequence of a tile is the number of sequences that have ended before it.
-    num_ended = (tile[:, None] >= ends).sum(1, dtype=jnp.int32)
+    num_ended = (tile[:, None] >= ends[None]).sum(1, dtype=jnp.int32)
     seq = jnp.minimum(num_ended, q_lens.shape[0] - 1)
     first_row = (tile - (ends - counts)[seq]) * size  # from the sequence's first query token
     num_tiles = ends[-1]
@@ -118,7 +118,7 @@ def locate_rows(
     first_tile = jnp.cumsum(counts, dtype=jnp.int32) - counts
     starts = cu_q_lens[:-1]
     row = jnp.arange(num_tokens, dtype=jnp.int32)
-    owns = (row[:, None] >= starts) & (row[:, None] < starts + q_lens)
+    owns = (row[:, None] >= starts[None]) & (row[:, None] < (starts + q_lens)[None])
     seq = lax.argmax(owns, 1, jnp.int32)
     in_seq = row - starts[seq]
     return Rows(

@@ -176,7 +176,7 @@ def _walk_tiles(
         k, v = (_read(stored, ids, queries.dtype) for stored in (keys, values))
         k, v = (x.reshape(-1, kv_heads, head_dim) for x in (k, v))
         key_positions, position = _at(items.first_key, i) + offsets, _at(tiles.position, tile)
-        visible = is_visible((position + tiles.offsets)[:, None], key_positions, scoring)
+        visible = is_visible((position + tiles.offsets)[:, None], key_positions[None], scoring)
         in_reach = is_in_reach(position, _at(tiles.num_rows, tile), key_positions, scoring)
         v = jnp.where(in_reach[:, None, None], v, 0)
         scores, visible = dot("krd,lkd->krl", query, k), jnp.tile(visible, (group, 1))
@@ -204,7 +204,7 @@ def all_tiles_at_once(
         ids = _read_tables(plan, block, num_blocks)
         k, v = (_read(stored, ids, q.dtype) for stored in (keys, values))
         k, v = (x.reshape(-1, tokens, kv_heads, head_dim) for x in (k, v))
-        key_positions = block[:, None] * block_size + jnp.arange(tokens, dtype=jnp.int32)
+        key_positions = block[:, None] * block_size + jnp.arange(tokens, dtype=jnp.int32)[None]
         visible = _visible_to_tiles(tiles, key_positions, scoring)
         in_reach = is_in_reach(
             tiles.position[:, None], tiles.num_rows[:, None], key_positions, scoring
@@ -222,22 +222,22 @@ def all_tiles_at_once(
 
 def _read_tables(plan: AttentionPlan, block, num_blocks: int) -> Int[Array, "P blocks"]:
     """Return the ids of each tile's next `num_blocks` blocks; past the table those of its end."""
-    column = block[:, None] + jnp.arange(num_blocks, dtype=jnp.int32)
+    column = block[:, None] + jnp.arange(num_blocks, dtype=jnp.int32)[None]
     column = jnp.minimum(column, plan.tables.shape[1] - 1)
     return plan.tables[plan.every.tiles.seq[:, None], column]
 
 
 def _visible_to_tiles(tiles: QueryTiles, key_positions, scoring: Scoring) -> Bool[Array, "P C L"]:
     """Return which of its keys [P, L] each row of a tile sees."""
-    position = tiles.position[:, None] + tiles.offsets
-    is_row = tiles.offsets < tiles.num_rows[:, None]
+    position = tiles.position[:, None] + tiles.offsets[None]
+    is_row = tiles.offsets[None] < tiles.num_rows[:, None]
     visible = is_visible(position[:, :, None], key_positions[:, None], scoring)
     return visible & is_row[:, :, None]
 
 
 def _cut_rows(q, tiles: QueryTiles, kv_heads: int) -> Float[Array, "P KV GC D"]:
     """Cut out the query rows of each tile, by KV head, then by head of its group, then by row."""
-    row = jnp.minimum(tiles.start[:, None] + tiles.offsets, q.shape[0] - 1)
+    row = jnp.minimum(tiles.start[:, None] + tiles.offsets[None], q.shape[0] - 1)
     rows = q[jnp.maximum(row, 0)].astype(sum_dtype(q))
     rows = rows.reshape(*row.shape, kv_heads, q.shape[1] // kv_heads, q.shape[2])
     return rows.transpose(0, 2, 3, 1, 4).reshape(row.shape[0], kv_heads, -1, q.shape[2])

@@ -44,7 +44,8 @@ def missing_blocks(
     tables: BlockTables, rows: Int[Array, "k"], num_tokens: Int[Array, "k"], block_size: int
 ) -> Int[Array, "G k"]:
     """Count the blocks that each row lacks in each group to hold `num_tokens`."""
-    return jnp.maximum(ceil_div(num_tokens, block_size) - tables.num_blocks[:, rows], 0)
+    needed = ceil_div(num_tokens, block_size)
+    return jnp.maximum(needed[None] - tables.num_blocks[:, rows], 0)
 
 
 def find_slots(
@@ -63,4 +64,5 @@ def find_slots(
         table [7, 2], block_size 4, position 5 -> 2 * 4 + 1 = 9
     """
     blocks = blocks[:, owners, positions // block_size]
-    return jnp.where(is_written, blocks * block_size + positions % block_size, num_slots)
+    slots = blocks * block_size + (positions % block_size)[None]
+    return jnp.where(is_written[None], slots, num_slots)

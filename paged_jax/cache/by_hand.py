@@ -158,14 +158,14 @@ def _allocate(
     available = cache.pool.num_free - jnp.clip(reserved_blocks, 0, config.num_blocks)
     ok = (
         (jnp.sum(whole, dtype=jnp.float32) < 2**30)  # the sum of ints does not wrap
-        & (jnp.sum(whole) + jnp.sum(copies, dtype=jnp.int32) <= available)
+        & (jnp.sum(whole, dtype=jnp.int32) + jnp.sum(copies, dtype=jnp.int32) <= available)
         & jnp.all((new > 0) & (new <= max_tokens - have))
         & _are_rows(tables, rows)
         & ~jnp.any(_are_repeated(rows))
     )
     need, copies = jnp.where(ok, need, 0), copies & ok
     max_need = min(need.size * config.max_blocks_per_row, config.num_blocks)
-    count = jnp.sum(need) + jnp.sum(copies, dtype=jnp.int32)
+    count = jnp.sum(need, dtype=jnp.int32) + jnp.sum(copies, dtype=jnp.int32)
     cache = compact_head(cache, count, min(max_need + need.size, config.num_blocks))
     cache, pages = copy_on_write(cache, rows, have, copies)
     cache = grow(cache, rows, need, jnp.where(ok, have + new, have), max_need)

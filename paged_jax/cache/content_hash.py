@@ -20,7 +20,7 @@ def root_hash(root: Int[Array, "*k"]) -> UInt[Array, "*k"]:
 def hash_blocks(tokens: Int[Array, "n B"], columns: Int[Array, "n"]) -> UInt[Array, "n"]:
     """Return what each block of a sequence, the `columns[i]`-th, adds to the hash."""
     offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    position = columns[:, None] * tokens.shape[1] + offsets
+    position = columns[:, None] * tokens.shape[1] + offsets[None]
     return jnp.sum(_mix(tokens, position), axis=1, dtype=jnp.uint32)
 
 

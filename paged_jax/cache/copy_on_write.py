@@ -29,7 +29,7 @@ def shared_writes(
     `first_written` is the first position that a row writes, `writes` whether it writes at all.
     """
     blocks = written_blocks(cache, rows, first_written)
-    return writes & (blocks != 0) & (cache.pool.ref_count[blocks] > 1), blocks
+    return writes[None] & (blocks != 0) & (cache.pool.ref_count[blocks] > 1), blocks
 
 
 def copies_needed(

@@ -121,7 +121,7 @@ def grow(
         queue 4 5 6 7, rows 2 0, need [[1, 2]] -> row 2 gets 4, row 0 gets 5 6
     """
     num_groups = need.shape[0]
-    cache, ids = take_blocks(cache, jnp.sum(need), max_count)
+    cache, ids = take_blocks(cache, jnp.sum(need, dtype=jnp.int32), max_count)
     tables = cache.tables
     owner, rank, is_valid = ragged_indices(need.T.ravel(), max_count)
     place, group = owner // num_groups, owner % num_groups
@@ -148,7 +148,7 @@ def share(
 ) -> PagedCache:
     """Let the first `num_sharers` of the rows, all empty, hold `blocks`. No page is copied."""
     tables = cache.tables
-    is_sharer = jnp.arange(rows.shape[0]) < num_sharers
+    is_sharer = jnp.arange(rows.shape[0], dtype=jnp.int32) < num_sharers
     target = jnp.where(is_sharer, rows, tables.num_rows)
     # Only a prefix hit can be of a free block.
     add = block_pool.add_references if cache.directory is None else block_pool.touch
@@ -190,7 +190,9 @@ def replace_blocks(
         tables=cache.tables.replace(blocks=blocks.at[group, target, column].set(new, mode="drop")),
     )
     place = jnp.where(chosen, rank, max_count)
-    old, new = (jnp.full(max_count, past).at[place].set(x, mode="drop") for x in (old, new))
+    old, new = (
+        jnp.full(max_count, past, jnp.int32).at[place].set(x, mode="drop") for x in (old, new)
+    )
     return cache, old, new, count
 
 
@@ -303,7 +305,7 @@ def _release_columns(
     tables = cache.tables
     column = jnp.arange(tables.blocks.shape[2], dtype=jnp.int32)
     blocks, table = read_before_write(tables.blocks, (slice(None), rows))
-    is_inside = column < num_blocks[..., None]
+    is_inside = column[None, None] < num_blocks[..., None]
     by_row = jnp.moveaxis(jnp.where(is_inside, blocks, 0), 1, 0).reshape(k, -1)
     pool, ok = block_pool.release(cache.pool, by_row, _is_kept(cache, by_row))
     groups = jnp.arange(num_groups, dtype=jnp.int32)[:, None, None]

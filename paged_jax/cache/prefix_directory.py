@@ -209,7 +209,7 @@ def follow_chain(
     ids, parents = directory.content_id[ways], directory.parent_id[ways]
     before = jnp.where(jnp.roll(is_equal, 1, axis=0), jnp.roll(ids, 1, axis=0), NO_ID)
     links = (parents[:, :, None] == before[:, None]) & (before[:, None] != NO_ID)
-    back = jnp.where(jnp.any(links, axis=2), jnp.argmax(links, axis=2), dead)
+    back = jnp.where(jnp.any(links, axis=2), jax.lax.argmax(links, 2, jnp.int32), dead)
     start = jnp.broadcast_to(start, (count,))
     is_grounded = (parents == start[:, None]) & (start != NO_ID)[:, None]
     back = jnp.where(is_first[:, None], jnp.where(is_grounded, grounded, dead), back)
@@ -222,7 +222,7 @@ def follow_chain(
 
     back = jax.lax.fori_loop(0, max(count - 1, 0).bit_length(), double, back)
     is_good = back == grounded
-    way = jnp.argmax(is_good, axis=1)[:, None]
+    way = jax.lax.argmax(is_good, 1, jnp.int32)[:, None]
     is_found = jnp.any(is_good, axis=1)
     block, content = (jnp.take_along_axis(x, way, axis=1)[:, 0] for x in (ways, ids))
     return jnp.where(is_found, block, 0), jnp.where(is_found, content, NO_ID)

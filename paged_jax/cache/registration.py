@@ -108,10 +108,11 @@ def _share_pass(counts: Int[Array, "k"]) -> Int[Array, "k"]:
     3 0 1             -> 1 0 1        one of each row
     """
     is_long = counts > LONG
-    is_alone = jnp.arange(counts.shape[0]) == jnp.argmax(is_long)
+    first = jax.lax.argmax(is_long, 0, jnp.int32)
+    is_alone = jnp.arange(counts.shape[0], dtype=jnp.int32) == first
     alone = jnp.where(is_alone, counts, 0)
     counts = jnp.where(jnp.any(is_long), alone, jnp.minimum(counts, 1))
-    return jnp.clip(ENTRIES_A_PASS - (jnp.cumsum(counts) - counts), 0, counts)
+    return jnp.clip(ENTRIES_A_PASS - (jnp.cumsum(counts, dtype=jnp.int32) - counts), 0, counts)
 
 
 def _gather_entries(
@@ -125,7 +126,7 @@ def _gather_entries(
     owner, rank, is_valid = ragged_indices(counts, ENTRIES_A_PASS)
     row, size = rows[owner], directory.block_size
     column = directory.num_registered[row] + rank
-    position = column[:, None] * size + jnp.arange(size, dtype=jnp.int32)
+    position = column[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None]
     content = tokens[row[:, None], position]
     added = jnp.where(is_valid, hash_blocks(content, column), 0)
     hashes = directory.prefix_hash[row] + _sum_in_row(added, rank)
@@ -155,10 +156,11 @@ def _find_known(directory: PrefixDirectory, entries: Entries) -> Known:
     is_found = e.is_valid & (block != 0)
     is_fresh = e.is_valid & ~is_found & (e.block != 0)
     # Only first entries can be twins: a pass of several rows takes one entry of each.
-    both = is_fresh[:, None] & is_fresh & e.is_first[:, None] & e.is_first
+    is_leading = is_fresh & e.is_first
+    both = is_leading[:, None] & is_leading[None]
     is_earlier = jnp.tril(both, -1)
-    is_earlier &= (e.key[:, None] == e.key) & (e.parent[:, None] == e.parent)
-    leader = jnp.argmax(is_earlier, axis=1)
+    is_earlier &= (e.key[:, None] == e.key[None]) & (e.parent[:, None] == e.parent[None])
+    leader = jax.lax.argmax(is_earlier, 1, jnp.int32)
     is_twin = jnp.any(is_earlier, axis=1) & jnp.all(e.content[leader] == e.content, axis=1)
     return Known(ways, block, content_id, is_found, is_twin, leader, is_fresh & ~is_twin)
 
@@ -173,12 +175,12 @@ def _place(directory: PrefixDirectory, entries: Entries, known: Known) -> Placed
     """
     e, num_sets = entries, directory.table.shape[0]
     set_index = (e.key & (num_sets - 1)).astype(jnp.int32)
-    same_set = (set_index[:, None] == set_index) & known.is_fresh
-    in_set = jnp.sum(jnp.tril(same_set, -1), axis=1)
+    same_set = (set_index[:, None] == set_index[None]) & known.is_fresh[None]
+    in_set = jnp.sum(jnp.tril(same_set, -1), axis=1, dtype=jnp.int32)
     foreign = (directory.hash[known.ways] & (num_sets - 1)).astype(jnp.int32) != set_index[:, None]
     dead = (directory.content_id[known.ways] == NO_ID) | (directory.parent_id[known.ways] == NO_ID)
     is_free = dead | foreign | (known.ways == 0) | (known.ways == e.block[:, None])
-    is_chosen = is_free & (jnp.cumsum(is_free, axis=1) == in_set[:, None] + 1)
+    is_chosen = is_free & (jnp.cumsum(is_free, axis=1, dtype=jnp.int32) == in_set[:, None] + 1)
     has_way = known.is_fresh & jnp.any(is_chosen, axis=1)
     has_failed = e.is_valid & ~known.is_found & ~known.is_twin & ~has_way
     is_broken = _sum_in_row(has_failed.astype(jnp.int32), e.rank) > 0
@@ -189,7 +191,7 @@ def _place(directory: PrefixDirectory, entries: Entries, known: Known) -> Placed
     ids = jnp.where(known.is_twin, ids[known.leader], ids)
     index = jnp.arange(ids.shape[0], dtype=jnp.int32)
     parents = jnp.where(e.is_first, e.parent, ids[index - 1])
-    return Placed(is_inserted, set_index, jnp.argmax(is_chosen, axis=1), ids, parents)
+    return Placed(is_inserted, set_index, jax.lax.argmax(is_chosen, 1, jnp.int32), ids, parents)
 
 
 def _write(

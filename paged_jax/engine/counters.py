@@ -73,12 +73,15 @@ def add_totals(counters: Counters, **counts: Int[Array, ""]) -> Counters:
 
     low 2**32 - 1, high 0, count 3 -> low 2, high 1
     """
-    low, high = counters.totals
-    zero = jnp.zeros_like(low[0])
-    added = jnp.stack([counts.get(name, zero).astype(jnp.uint32) for name in TOTALS])
-    low = low + added
-    high = high + (low < added).astype(jnp.uint32)
-    return counters.replace(totals=jnp.stack([low, high]))
+    totals = counters.totals
+    # Arithmetic of one element each, which XLA makes one kernel: a concatenation would be another.
+    index = jnp.arange(len(TOTALS), dtype=jnp.int32)
+    added = jnp.zeros_like(totals[0])
+    for name, count in counts.items():
+        added += jnp.where(index == TOTALS.index(name), count.astype(jnp.uint32), jnp.uint32(0))
+    carry = (totals[0] + added < added).astype(jnp.uint32)
+    is_low = jnp.arange(2, dtype=jnp.int32)[:, None] == 0
+    return counters.replace(totals=totals + jnp.where(is_low, added[None], carry[None]))
 
 
 def raise_peaks(counters: Counters, **values: Int[Array, ""]) -> Counters:

@@ -53,7 +53,7 @@ def make_report(state: EngineState, steps: Int[Array, ""]) -> Report:
     """Return the report of a dispatch that made `steps` steps."""
     seqs = state.seqs
     offsets = jnp.arange(STEPS_PER_DISPATCH, dtype=jnp.int32)
-    newest = jnp.maximum(seqs.num_tokens[:, None] - STEPS_PER_DISPATCH + offsets, 0)
+    newest = jnp.maximum(seqs.num_tokens[:, None] - STEPS_PER_DISPATCH + offsets[None], 0)
     return Report(
         status=seqs.status,
         finish_reason=seqs.finish_reason,

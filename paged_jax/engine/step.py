@@ -87,7 +87,7 @@ def step(
         budget = _full_budget(state)
     with jax.named_scope("schedule"):
         plan = schedule(state.cache, state.seqs, budget)
-        total = jnp.sum(plan.take)
+        total = jnp.sum(plan.take, dtype=jnp.int32)
     with jax.named_scope("copy"):
         kv = copy_pages(state.cache.kv, plan.copies)
     counters = add_totals(
@@ -132,7 +132,7 @@ def run(
         state, num_steps, _ = carry
         budget = jnp.where(num_steps < max_steps, full_budget, 0)
         state, has_progress = step(model, state, budget, widths=widths)
-        return state, num_steps + has_progress, has_progress
+        return state, num_steps + has_progress.astype(jnp.int32), has_progress
 
     start = (state, jnp.zeros_like(max_steps), jnp.ones_like(max_steps, bool))
     with jax.named_scope("steps"):
@@ -149,7 +149,7 @@ def _needed_width(seqs: Sequences, take: Int[Array, "S"]) -> Int[Array, ""]:
 
     take 1 0 1, places 0 to 2 -> 3: a dormant beam has a place, but no token
     """
-    total = jnp.sum(take)
+    total = jnp.sum(take, dtype=jnp.int32)
     if seqs.beams is None:
         return total
     places = jnp.arange(1, take.shape[0] + 1, dtype=jnp.int32)
@@ -176,7 +176,7 @@ def _compute(model: Any, state: EngineState, take: Int[Array, "S"], width: int) 
         tokens, logprobs = sample(logits, rows, seqs.num_tokens[batch.rows], is_sampled)
     with jax.named_scope("commit"):
         num_sampled = jnp.sum(is_sampled, dtype=jnp.int32)
-        counters = _count(state.counters, books, batch, jnp.sum(take), num_sampled)
+        counters = _count(state.counters, books, batch, jnp.sum(take, dtype=jnp.int32), num_sampled)
         seqs = append(seqs, batch.rows, tokens, logprobs, is_sampled)
         books, seqs = _commit(books, seqs, batch, take[:width], width)
     kv = cache.kv.replace(k_pages=k_pages, v_pages=v_pages)
@@ -201,10 +201,10 @@ def _count(
     num_sampled: Int[Array, ""],
 ) -> Counters:
     num_used = books.pool.num_blocks - 1 - books.pool.num_free
-    is_active = jnp.arange(batch.rows.shape[0]) < batch.num_seqs
+    is_active = jnp.arange(batch.rows.shape[0], dtype=jnp.int32) < batch.num_seqs
     # What is shared is full, except for the last block of a fork in the step before it is copied.
     slots = books.tables.num_blocks[:, batch.rows] * books.config.block_size
-    num_empty = jnp.sum(jnp.where(is_active, slots - batch.kv_lens, 0))
+    num_empty = jnp.sum(jnp.where(is_active[None], slots - batch.kv_lens[None], 0), dtype=jnp.int32)
     counters = add_totals(
         counters,
         steps=jnp.ones_like(num_used),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.checks import check_bool, check_float, check_int
@@ -27,7 +28,7 @@ class Parameter(NamedTuple):
         neutral: the value on the device of a row that does not sample.
         accepted: the values that are accepted, in words.
         accepts: the same for a number or an array.
-        canonical: from an accepted number or array to the one form of equal values.
+        is_off: the accepted values that mean the same as `neutral`.
     """
 
     name: str
@@ -35,12 +36,18 @@ class Parameter(NamedTuple):
     neutral: int | float
     accepted: str
     accepts: Callable[[Any], Any]
-    canonical: Callable[[Any], Any] = lambda x: x
+    is_off: Callable[[Any], Any] = lambda x: x != x
 
     @property
     def is_int(self) -> bool:
         """Whether only ints are taken."""
         return issubclass(self.dtype, np.integer)
+
+    def canonical(self, value: Any) -> Any:
+        """Return the one form of equal values, for an accepted number or an array of `dtype`."""
+        if isinstance(value, int | float):
+            return type(value)(self.neutral) if self.is_off(value) else value
+        return jnp.where(self.is_off(value), self.dtype(self.neutral), value)
 
     def check(self, value: object) -> int | float:
         """Return `value` in canonical form. Raises InvalidRequestError where it is not accepted."""
@@ -61,7 +68,7 @@ PARAMETERS = (
         neutral=0,
         accepted=f"from 0 to {HOTTEST:g}",
         accepts=lambda x: (x >= 0) & (x <= HOTTEST),
-        canonical=lambda x: x * (x >= GREEDY_BELOW),
+        is_off=lambda x: x < GREEDY_BELOW,
     ),
     Parameter(
         name="top_k",
@@ -69,7 +76,7 @@ PARAMETERS = (
         neutral=0,
         accepted="at least -1",
         accepts=lambda x: x >= -1,
-        canonical=lambda x: x * (x > 0),
+        is_off=lambda x: x <= 0,
     ),
     Parameter(
         name="top_p",

@@ -75,7 +75,7 @@ def _sample_any(
     # A stop id that is not yet allowed is masked; -1 pads and must not wrap to the last token.
     is_masked = is_early[:, None] & (rows.stop_ids >= 0)
     masked = jnp.where(is_masked, rows.stop_ids, logits.shape[1])
-    each = jnp.arange(logits.shape[0])[:, None]
+    each = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     logits = logits.at[each, masked].set(-jnp.inf, mode="drop")
     greedy = _first_maximum(logits)
     temperature = rows.parameters["temperature"]
@@ -119,7 +119,7 @@ def filter_threshold(
 
         use_k, use_p = (top_k > 0) & (top_k < vocab), top_p < 1
         is_used = is_active & jnp.where(is_p, use_p, use_k)
-        goal = jnp.where(is_p, top_p * jnp.sum(weigh(scaled), axis=1), top_k)
+        goal = jnp.where(is_p, top_p * jnp.sum(weigh(scaled), axis=1), top_k.astype(jnp.float32))
         found = _largest_threshold(scaled, best, weigh, goal, is_used)
         return jnp.maximum(threshold, jnp.where(is_used, found, -jnp.inf))
 
@@ -156,7 +156,7 @@ def _largest_threshold(
     """
     is_enough = jnp.cumsum(weigh(best), axis=1) >= goal[:, None]
     is_found = jnp.any(is_enough, axis=1)
-    at = jnp.take_along_axis(best, jnp.argmax(is_enough, axis=1)[:, None], axis=1)[:, 0]
+    at = jnp.take_along_axis(best, jax.lax.argmax(is_enough, 1, jnp.int32)[:, None], axis=1)[:, 0]
 
     # Bisection over the floats in order. Rows found above start with an empty interval; where none
     # is open the loop takes no trip.

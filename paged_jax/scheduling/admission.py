@@ -90,13 +90,13 @@ def may_admit(
     computed = seqs.num_computed[parent]
     # A group that does not allocate whole gets the blocks of this step's chunk only later.
     if all(group.allocates_whole for group in cache.config.groups):
-        computed += jnp.sum(jnp.where(seqs.running == parent, take, 0))
+        computed += jnp.sum(jnp.where(seqs.running == parent, take, 0), dtype=jnp.int32)
     is_ready = ~is_forkable | (computed >= seqs.num_prompt_tokens[row])
     unit = _unit(cache, seqs, row)
     is_refused = (row == seqs.refused_row) & (num_free <= seqs.refused_free)
     fits = (unit.blocks <= num_free) | ~is_refused
     has_place = seqs.num_running + unit.places <= seqs.max_running
-    has_budget = (jnp.sum(take) < budget) | unit.is_follower
+    has_budget = (jnp.sum(take, dtype=jnp.int32) < budget) | unit.is_follower
     return (seqs.waiting.count > 0) & has_place & has_budget & is_ready & fits
 
 
@@ -121,7 +121,12 @@ def admit(
     is_partial = start.num_tokens % config.block_size != 0
     copies = jnp.where(is_partial, jnp.int32(config.num_groups), 0)
     free, unit = cache.pool.num_free - reserved, _unit(cache, seqs, row)
-    needed = unit.blocks - jnp.sum(num_shared) + jnp.sum(is_unused, dtype=jnp.int32) + copies
+    needed = (
+        unit.blocks
+        - jnp.sum(num_shared, dtype=jnp.int32)
+        + jnp.sum(is_unused, dtype=jnp.int32)
+        + copies
+    )
     fits = needed <= free
 
     cache = _allocate(cache, seqs, row, start, computed + chunk, fits)
@@ -153,7 +158,13 @@ def _allocate(
     rows = jnp.where(fits, row, seqs.num_rows)[None]
     num_sharers = fits.astype(jnp.int32)
     cache = share(cache, rows, start.blocks, start.num_blocks, start.num_tokens, num_sharers)
-    cache = grow(compact_head(cache, jnp.sum(need), max_need), rows, need, total[None], max_need)
+    cache = grow(
+        compact_head(cache, jnp.sum(need, dtype=jnp.int32), max_need),
+        rows,
+        need,
+        total[None],
+        max_need,
+    )
     if cache.directory is None:
         return cache
     num_known = jnp.where(start.is_fork, 0, start.num_blocks)
@@ -181,7 +192,7 @@ def _start_row(
     place = jnp.where(fits, seqs.num_running, seqs.max_running)
     seqs = seqs.replace(
         running=seqs.running.at[place].set(row, mode="drop"),
-        num_running=seqs.num_running + fits,
+        num_running=seqs.num_running + fits.astype(jnp.int32),
         num_computed=seqs.num_computed.at[rows].set(computed, mode="drop"),
         num_hit=seqs.num_hit.at[rows].set(num_hit, mode="drop"),
         num_cached=seqs.num_cached.at[first_rows].set(num_hit, mode="drop"),
@@ -211,7 +222,7 @@ def _unit(cache: PagedCache, seqs: Sequences, row: Int[Array, ""]) -> Unit:
     is_inside = members < seqs.num_rows
     lengths = seqs.num_tokens[jnp.minimum(members, seqs.num_rows - 1)]
     lengths = jnp.where(is_inside, lengths, 0)
-    group = jnp.sum(jnp.where(lengths > 0, blocks(lengths), 0))
+    group = jnp.sum(jnp.where(lengths > 0, blocks(lengths), 0), dtype=jnp.int32)
     places = jnp.sum(is_inside, dtype=jnp.int32)
     return Unit(
         blocks=jnp.where(is_leader, group, own),
@@ -253,7 +264,7 @@ def _find_fork(cache: PagedCache, seqs: Sequences, row: Int[Array, ""]) -> Start
     released = first_live_blocks(config.groups, seqs.num_computed[parent], config.block_size)
     is_fork = is_forkable & jnp.all(released <= low)
     count = ceil_div(total, config.block_size)
-    is_used = is_fork & (column < count) & (column >= low[:, None])
+    is_used = (is_fork & (column < count))[None] & (column[None] >= low[:, None])
     last_id = seqs.root[row]
     if cache.directory is not None:
         # Where the parent may not register, because older params computed some of it, nor may this.
@@ -279,7 +290,7 @@ def _find_prefix(cache: PagedCache, seqs: Sequences, row: Int[Array, ""]) -> Sta
     )
     count, low = longest_start(config.groups, prefix.blocks != 0, total, prefix.num_blocks, size)
     column = jnp.arange(num_columns, dtype=jnp.int32)
-    is_used = (column < count) & (column >= low[:, None])
+    is_used = (column < count)[None] & (column[None] >= low[:, None])
     last = jnp.maximum(count - 1, 0)
     return Start(
         blocks=jnp.where(is_used, prefix.blocks, 0),

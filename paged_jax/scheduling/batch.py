@@ -47,7 +47,7 @@ def build_batch(cache: PagedCache, seqs: Sequences, take: Int[Array, "S"], width
     rows, is_active = (x[:width] for x in running_rows(seqs))
     take = take[:width]
     computed = jnp.where(is_active, seqs.num_computed[rows], 0)
-    cu_q_lens = jnp.concatenate([jnp.zeros_like(take[:1]), jnp.cumsum(take)])
+    cu_q_lens = jnp.concatenate([jnp.zeros_like(take[:1]), jnp.cumsum(take, dtype=jnp.int32)])
     owners, rank, is_valid = ragged_indices(take, width)
     positions = jnp.where(is_valid, computed[owners] + rank, 0)
     blocks = cache.tables.blocks[:, rows]

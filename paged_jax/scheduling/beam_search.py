@@ -87,7 +87,7 @@ def _ready_leaders(seqs: Sequences) -> Bool[Array, "R"]:
     is_inside = beams.members < seqs.num_rows
     members = jnp.minimum(beams.members, seqs.num_rows - 1)
     is_settled = beams.is_ready[members] | (beams.score[members] == NO_SCORE) | ~is_inside
-    is_leader = beams.leader == jnp.arange(seqs.num_rows)
+    is_leader = beams.leader == jnp.arange(seqs.num_rows, dtype=jnp.int32)
     is_running = is_leader & (seqs.status == RUNNING)
     any_ready = jnp.any(beams.is_ready[members] & is_inside, axis=1)
     return is_running & jnp.all(is_settled, axis=1) & any_ready
@@ -227,7 +227,7 @@ def _finish_stopped(seqs: Sequences, group: Group, live: Live) -> Done:
         """Copy a kept output, or a beam with its last token appended."""
         taken = jnp.where(is_kept[:, None], done[source], running[source])
         column = jnp.where(is_kept, taken.shape[1], g.old_length)
-        return taken.at[jnp.arange(width), column].set(value, mode="drop")
+        return taken.at[jnp.arange(width, dtype=jnp.int32), column].set(value, mode="drop")
 
     token = jnp.where(is_stop, stop_token, live.token[end])
     logprob = jnp.where(is_stop, stop_logprob, live.logprob[end])
@@ -273,7 +273,7 @@ def _commit(
     def put(old, value):
         return old.at[target].set(value, mode="drop")
 
-    parents, each = g.at[live.parent], jnp.arange(width)
+    parents, each = g.at[live.parent], jnp.arange(width, dtype=jnp.int32)
     column = jnp.where(goes_on, g.old_length, seqs.tokens.shape[1])
     live_tokens = seqs.tokens[parents].at[each, column].set(live.token, mode="drop")
     live_logprobs = seqs.logprobs[parents].at[each, column].set(live.logprob, mode="drop")

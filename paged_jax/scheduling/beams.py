@@ -118,7 +118,7 @@ def collect(
         logprobs = logits - jax.nn.logsumexp(logits, axis=1, keepdims=True)
         stops = jnp.take_along_axis(logprobs, jnp.maximum(stop_ids, 0), axis=1)
         target = jnp.where(stop_ids >= 0, stop_ids, vocab)
-        each = jnp.arange(rows.shape[0])[:, None]
+        each = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
         rest = logprobs.at[each, target].set(NO_SCORE, mode="drop")
         values, tokens = jax.lax.top_k(rest, min(max_width, vocab))
         short = ((0, 0), (0, max_width - values.shape[1]))

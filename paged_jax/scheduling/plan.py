@@ -48,7 +48,7 @@ def plan_running(budget: Int[Array, ""], seqs: Sequences) -> Int[Array, "S"]:
     rows, is_active = running_rows(seqs)
     pending = jnp.where(is_active, seqs.num_tokens[rows] - seqs.num_computed[rows], 0)
     pending = jnp.minimum(pending, budget)  # a sum of long prompts could pass 32 bits
-    before = jnp.cumsum(pending) - pending
+    before = jnp.cumsum(pending, dtype=jnp.int32) - pending
     return jnp.clip(budget - before, 0, pending)
 
 
@@ -76,7 +76,7 @@ def _step_blocks(cache: PagedCache, seqs: Sequences, take: Int[Array, "S"]) -> I
 
 def num_step_blocks(plan: StepPlan) -> Int[Array, ""]:
     """Count the blocks that all running places lack."""
-    return jnp.sum(_step_blocks(plan.cache, plan.seqs, plan.take))
+    return jnp.sum(_step_blocks(plan.cache, plan.seqs, plan.take), dtype=jnp.int32)
 
 
 def _max_step_blocks(cache: PagedCache, seqs: Sequences, width: int) -> int:

@@ -90,4 +90,5 @@ def _requeue(plan: StepPlan, victim: Int[Array, ""], is_preempted: Bool[Array, "
         status=seqs.status.at[victim].set(WAITING, mode="drop"),
         waiting=waiting_order.push_front(seqs.waiting, victim),
     )
-    return plan.replace(seqs=seqs, num_preempted=plan.num_preempted + is_preempted)
+    num_preempted = plan.num_preempted + is_preempted.astype(jnp.int32)
+    return plan.replace(seqs=seqs, num_preempted=num_preempted)

@@ -93,7 +93,7 @@ def _must_register(plan: StepPlan) -> Bool[Array, ""]:
     low = first_live_blocks(config.groups, after, config.block_size)
     is_stopped = directory.last_id[rows] == prefix_directory.NO_ID
     known = directory.num_registered[rows]
-    return jnp.any((plan.take > 0) & ~is_stopped & (low > known))
+    return jnp.any(((plan.take > 0) & ~is_stopped)[None] & (low > known[None]))
 
 
 # ---------------------------------------------------------------- the events
@@ -126,7 +126,8 @@ def _events(plan: StepPlan, budget: Int[Array, ""]) -> StepPlan:
         plan, reserved, goes_on = apply_if(phase == ADMIT, lambda c: _admit_one(c, budget), start)
         num_free = plan.cache.pool.num_free - reserved
         goes_on &= may_admit(plan.cache, plan.seqs, plan.take, num_free, budget)
-        return plan, reserved, jnp.where(phase == ALLOCATE, DONE, jnp.where(goes_on, ADMIT, end))
+        after = jnp.where(goes_on, jnp.int32(ADMIT), jnp.int32(end))
+        return plan, reserved, jnp.where(phase == ALLOCATE, DONE, after)
 
     plan = plan.replace(
         cache=_reset_late_directory(plan.cache), num_events=jnp.ones_like(plan.num_events)
@@ -192,7 +193,7 @@ def _evict_overwritten(plan: StepPlan) -> StepPlan:
     rows, first, _ = planned_writes(plan)
     blocks = written_blocks(cache, rows, first)
     is_partial = is_active & (first % cache.config.block_size != 0)
-    is_own = is_partial & (cache.pool.ref_count[blocks] == 1)
+    is_own = is_partial[None] & (cache.pool.ref_count[blocks] == 1)
     directory = prefix_directory.evict(cache.directory, jnp.where(is_own, blocks, 0))
     return plan.replace(cache=cache.replace(directory=directory))
 
@@ -202,7 +203,7 @@ def _admit_one(
 ) -> tuple[StepPlan, Int[Array, ""], Bool[Array, ""]]:
     """Try to start the head of the waiting order; returns whether it was admitted."""
     plan, reserved, _ = carry
-    budget_left = budget - jnp.sum(plan.take)
+    budget_left = budget - jnp.sum(plan.take, dtype=jnp.int32)
     cache, seqs, outcome = admit(plan.cache, plan.seqs, budget_left, reserved)
     plan = plan.replace(
         cache=cache,

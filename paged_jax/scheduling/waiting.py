@@ -51,20 +51,19 @@ def push_back(waiting: Waiting, rows: Int[Array, "k"]) -> Waiting:
 def push_front(waiting: Waiting, row: Int[Array, ""]) -> Waiting:
     """Put a row in front of all others."""
     is_row = row < waiting.size
-    head = (waiting.head - is_row) % waiting.size
+    head = (waiting.head - is_row.astype(jnp.int32)) % waiting.size
     place = jnp.where(is_row, head, waiting.size)
     return waiting.replace(
         rows=waiting.rows.at[place].set(row, mode="drop"),
         head=head,
-        count=waiting.count + is_row,
+        count=waiting.count + is_row.astype(jnp.int32),
     )
 
 
 def pop_front(waiting: Waiting, is_popped: Bool[Array, ""]) -> Waiting:
     """Take the first row out where `is_popped`."""
-    return waiting.replace(
-        head=(waiting.head + is_popped) % waiting.size, count=waiting.count - is_popped
-    )
+    count = is_popped.astype(jnp.int32)
+    return waiting.replace(head=(waiting.head + count) % waiting.size, count=waiting.count - count)
 
 
 def keep(waiting: Waiting, stays: Bool[Array, "R"]) -> Waiting:

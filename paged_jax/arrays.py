@@ -18,6 +18,17 @@ def read_before_write(array: Array, index: Any) -> tuple[Array, Array]:
     return jax.lax.optimization_barrier((old, array))
 
 
+def vary_with[T](tree: T, others: Any) -> T:
+    """Let each array vary over the axes of a `jax.shard_map` that any of `others` varies over.
+
+    A loop must return its carry as it got it, and what is made anew varies over none. It costs
+    nothing: a select between equals is not compiled.
+    """
+    zeros = [jnp.zeros_like(x, shape=(), dtype=jnp.int32) for x in jax.tree.leaves(others)]
+    is_any = sum(zeros, start=jnp.int32(0)) == 0
+    return jax.tree.map(lambda x: jax.lax.select(is_any, x, x), tree)
+
+
 def ceil_div(a: Any, b: int) -> Any:
     """Divide an int or an array by b > 0 and round up."""
     return (a + b - 1) // b

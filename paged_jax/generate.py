@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int
 
+from paged_jax.arrays import vary_with
 from paged_jax.cache.paged_cache import PagedCache, with_empty_rows, with_rows_of
 from paged_jax.config import EngineConfig
 from paged_jax.engine.counters import Counters
@@ -169,6 +170,7 @@ def _run(
     state = init_state(config, model, own)
     new, is_valid = _rows(config, model.vocab_size, sizes, prompts)
     state = state.replace(seqs=sequences.add(state.seqs, new))
+    state = vary_with(state, (state, params))
     state, _ = run(model, state, jnp.int32(2**31 - 1))
     return _collect(state, is_valid, sizes, prompts, cache)
 

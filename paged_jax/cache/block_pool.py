@@ -131,7 +131,7 @@ def _gather_head(pool: BlockPool, count: Int[Array, ""], max_count: int) -> Bloc
         pool = pool.replace(head=(pool.head + passed) % ring_size, span=pool.span - passed)
         return pool, found + jnp.sum(is_taken, dtype=jnp.int32), ids
 
-    start = (pool, jnp.zeros_like(count), jnp.zeros(length, jnp.int32))
+    start = (pool, jnp.zeros_like(count), jnp.full_like(pool.head, 0, shape=(length,)))
     pool, found, ids = jax.lax.while_loop(lambda c: c[1] < count, pass_entries, start)
     # The region in front of the head has room for them: they all came from behind it.
     head = (pool.head - found) % ring_size

@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
-from paged_jax.arrays import read_before_write
+from paged_jax.arrays import read_before_write, vary_with
 from paged_jax.cache.block_table import BlockTables, missing_blocks
 from paged_jax.cache.copy_on_write import copies_needed, copy_on_write
 from paged_jax.cache.paged_cache import PagedCache, compact_head, grow, release_rows, share
@@ -146,6 +146,7 @@ def _allocate(
     reserved_blocks: Int[Array, ""],
     must_fit: Int[Array, "k"],
 ) -> tuple[PagedCache, Bool[Array, ""]]:
+    cache = vary_with(cache, (cache, rows, new, reserved_blocks, must_fit))
     config, tables = cache.config, cache.tables
     have, max_tokens = tables.num_tokens[rows], config.max_tokens_per_row
     # Clamped, so that no count wraps.
@@ -176,6 +177,7 @@ def _allocate(
 def _fork(
     cache: PagedCache, parent: Int[Array, ""], children: Int[Array, "k"]
 ) -> tuple[PagedCache, Bool[Array, ""]]:
+    cache = vary_with(cache, (cache, parent, children))
     tables = cache.tables
     is_empty = jnp.all(tables.num_tokens[children] == 0)
     is_empty &= jnp.all(tables.num_blocks[:, children] == 0)
@@ -190,6 +192,7 @@ def _fork(
 
 @jax.jit
 def _free(cache: PagedCache, rows: Int[Array, "k"]) -> tuple[PagedCache, Bool[Array, ""]]:
+    cache = vary_with(cache, (cache, rows))
     rows = jnp.where(_are_repeated(rows), cache.tables.num_rows, rows)
     books = cache.books
     after, ok = release_rows(books, rows, jnp.int32(rows.shape[0]))

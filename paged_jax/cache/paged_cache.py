@@ -257,7 +257,7 @@ def release_rows(
 
     # Counted by ones: on jax 0.11.2 a loop by RELEASE_ROWS to a constant count below that was
     # compiled to no trip at all.
-    start = (cache, jnp.ones_like(count, bool))
+    start = (cache, jnp.ones_like(cache.pool.head, bool))
     return jax.lax.fori_loop(0, ceil_div(count, RELEASE_ROWS), release_some, start)
 
 

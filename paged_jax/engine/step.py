@@ -134,7 +134,8 @@ def run(
         state, has_progress = step(model, state, budget, widths=widths)
         return state, num_steps + has_progress.astype(jnp.int32), has_progress
 
-    start = (state, jnp.zeros_like(max_steps), jnp.ones_like(max_steps, bool))
+    none = jnp.zeros_like(state.seqs.num_running)
+    start = (state, none, jnp.ones_like(none, bool))
     with jax.named_scope("steps"):
         state, num_steps, _ = jax.lax.while_loop(is_busy, advance, start)
     return state, num_steps

@@ -6,7 +6,13 @@ from paged_jax.config import CacheConfig, EngineConfig
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.integrity import check_integrity
 from paged_jax.engine.report import Update
-from paged_jax.errors import ConfigError, InvalidRequestError, NoProgressError, PagedJaxError
+from paged_jax.errors import (
+    ConfigError,
+    EngineClosedError,
+    InvalidRequestError,
+    NoProgressError,
+    PagedJaxError,
+)
 from paged_jax.generate import Generated, generate
 from paged_jax.kv_group import FullAttention, SlidingWindow
 from paged_jax.llm import LLM
@@ -21,6 +27,7 @@ __all__ = [
     "ConfigError",
     "Delta",
     "Engine",
+    "EngineClosedError",
     "EngineConfig",
     "FullAttention",
     "Generated",

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from paged_jax.arrays import ceil_div
-from paged_jax.checks import MOST, check_bool, check_int
+from paged_jax.checks import MOST, check_bool, check_float, check_int
 from paged_jax.errors import ConfigError
 from paged_jax.kv_group import FullAttention, KVGroup
 
@@ -125,6 +125,8 @@ class EngineConfig:
         max_beam_width: of a beam search, 0 for none. Above 0 its cost is compiled in.
         enable_prefix_caching: keep full blocks findable by their content, also after their request
             has ended.
+        watermark: share of the blocks that stays free when a sequence starts beside others, from 0
+            to 1. More of it, and fewer sequences are preempted, but fewer run at once.
 
     Raises ConfigError naming the field that cannot work.
     """
@@ -138,6 +140,7 @@ class EngineConfig:
     max_stop_ids: int = 8
     max_beam_width: int = 0
     enable_prefix_caching: bool = False
+    watermark: float = 0.0
 
     def __post_init__(self):
         _check_ints(self, ("max_num_seqs", "max_num_batched_tokens", "block_size"), 1)
@@ -162,6 +165,10 @@ class EngineConfig:
                 f"max_num_seqs={self.max_num_seqs}: beams run together"
             )
         check_bool("enable_prefix_caching", self.enable_prefix_caching, error=ConfigError)
+        share = check_float(
+            "watermark", self.watermark, "in [0, 1]", lambda x: 0 <= x <= 1, error=ConfigError
+        )
+        object.__setattr__(self, "watermark", share)
 
     @property
     def max_blocks_per_row(self) -> int:

@@ -15,3 +15,7 @@ class InvalidRequestError(PagedJaxError, ValueError):
 
 class NoProgressError(PagedJaxError, RuntimeError):
     """Requests wait, none runs and none can be admitted."""
+
+
+class EngineClosedError(PagedJaxError, RuntimeError):
+    """An engine whose state was lost in an interrupted or failed call; `reset()` opens it."""

@@ -47,20 +47,17 @@ class Job:
     """One prompt of a `generate` call as its outputs grow."""
 
     def __init__(
-        self, index: int, prompt: str | None, tokens: list[int], tokenizer: Tokenizer | None
+        self,
+        index: int,
+        prompt: str | None,
+        tokens: list[int],
+        tokenizer: Tokenizer | None,
+        num_outputs: int,
     ):
-        self.index, self.prompt, self.prompt_tokens = (
-            index,
-            prompt,
-            [int(token) for token in tokens],
-        )
-        self.tokenizer = tokenizer
-        self.outputs: list[GrowingOutput] = []
+        self.index, self.prompt = index, prompt
+        self.prompt_tokens = [int(token) for token in tokens]
+        self.outputs = [GrowingOutput(tokenizer) for _ in range(num_outputs)]
         self.arrival, self.first, self.num_cached = time.perf_counter(), None, 0
-
-    def start(self, count: int) -> None:
-        """Begin with `count` outputs."""
-        self.outputs = [GrowingOutput(self.tokenizer) for _ in range(count)]
 
     def take(self, update: Update) -> bool:
         """Add an update and return whether all outputs have ended."""
@@ -76,7 +73,7 @@ class Job:
         completions = [output.completion(index) for index, output in enumerate(self.outputs)]
         # A beam search may find fewer outputs than beams, where the vocabulary has no more.
         completions = [
-            c for c in completions if c.token_ids or c.index == 0 or c.finish_reason == "abort"
+            c for c in completions if c.token_ids or c.index == 0 or c.finish_reason != "length"
         ]
         metrics = Metrics(self.arrival, self.first, time.perf_counter())
         return RequestOutput(

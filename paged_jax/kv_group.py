@@ -44,7 +44,7 @@ class KVGroup(ABC):
         """Count the leading blocks that no query from position `num_computed` on reads."""
 
     @abstractmethod
-    def blocks_to_admit(self, num_tokens: Any, max_chunk: int, block_size: int) -> Any:
+    def blocks_to_admit(self, num_tokens: Any, max_chunk: Any, block_size: int) -> Any:
         """Count the blocks that must be free to admit a sequence of `num_tokens`.
 
         That is also the most that it holds at once while it has no more tokens and computes
@@ -76,7 +76,7 @@ class FullAttention(KVGroup):
         """Return 0: every block stays live."""
         return num_computed * 0
 
-    def blocks_to_admit(self, num_tokens: Any, max_chunk: int, block_size: int) -> Any:
+    def blocks_to_admit(self, num_tokens: Any, max_chunk: Any, block_size: int) -> Any:
         """Count the blocks of the whole sequence, so that half-computed prompts cannot thrash."""
         return ceil_div(num_tokens, block_size)
 
@@ -110,7 +110,7 @@ class SlidingWindow(KVGroup):
         """Return the block of the first token that the query at `num_computed` sees."""
         return jnp.maximum(num_computed - self.window + 1, 0) // block_size
 
-    def blocks_to_admit(self, num_tokens: Any, max_chunk: int, block_size: int) -> Any:
+    def blocks_to_admit(self, num_tokens: Any, max_chunk: Any, block_size: int) -> Any:
         """Count the blocks that the window and one chunk behind it can lie in, if not fewer.
 
         Window 6, chunks of 7, blocks of 4: 12 tokens, which can touch 4 blocks.
@@ -160,6 +160,13 @@ def blocks_to_admit(groups: KVGroups, num_tokens: Any, max_chunk: int, block_siz
     """Count the blocks that must be free to admit a sequence, in all groups together."""
     counts = [group.blocks_to_admit(num_tokens, max_chunk, block_size) for group in groups]
     return sum(counts[1:], start=counts[0])
+
+
+def most_held(
+    groups: KVGroups, num_tokens: Int[Array, "k"], max_chunk: Int[Array, "k"], block_size: int
+) -> Int[Array, "G k"]:
+    """Return the most blocks that each group holds at once; see `KVGroup.blocks_to_admit`."""
+    return jnp.stack([group.blocks_to_admit(num_tokens, max_chunk, block_size) for group in groups])
 
 
 def max_new_blocks(groups: KVGroups, num_tokens: int, num_rows: int, block_size: int) -> int:

@@ -3,7 +3,6 @@
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 from flax import nnx
@@ -11,7 +10,7 @@ from flax import nnx
 from paged_jax.default_sizes import choose_sizes
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.report import STEPS_PER_DISPATCH, Update
-from paged_jax.errors import ConfigError, InvalidRequestError, NoProgressError
+from paged_jax.errors import ConfigError, EngineClosedError, InvalidRequestError
 from paged_jax.jobs import GrowingOutput, Job, progress_bar
 from paged_jax.llm_arguments import (
     Message,
@@ -29,6 +28,10 @@ from paged_jax.sampling.parameters import Params
 
 class LLM:
     """Generate text with a model.
+
+    Any number of threads may call it at once: their requests share the batch. An interrupted call
+    aborts its own requests. Where it took the engine's state with it, the next call goes on with
+    new pages, and requests of other threads are computed again.
 
     Args:
         model: a path or name for `load_model`, or a decoder module (`paged_jax.models.Decoder`).
@@ -142,15 +145,16 @@ class LLM:
     ) -> Iterator[Delta]:
         """Yield the outputs of one prompt as they grow, those of a beam search at its end.
 
-        Closing the iterator aborts the request. Raises InvalidRequestError like `generate`.
+        Closing the iterator aborts the request at once; its blocks come back with the next
+        dispatch. Raises InvalidRequestError like `generate`.
         """
         if isinstance(prompt, list | tuple) and any(isinstance(part, str) for part in prompt):
             raise InvalidRequestError(
                 f"prompt={prompt!r:.80}: a stream is of one prompt, a text or token ids"
             )
         _, tokens = self._encode(prompt)
-        self.engine.check_request(tokens, sampling_params, cache_salt=cache_salt)
-        return self._stream(tokens, sampling_params, cache_salt)
+        request = self.engine.check_request(tokens, sampling_params, cache_salt=cache_salt)
+        return self._stream(tokens, sampling_params, cache_salt, request.num_outputs)
 
     def stats(self) -> dict[str, int | float]:
         """Return what the engine did so far, as of the last dispatch that was read.
@@ -190,89 +194,87 @@ class LLM:
         progress: bool,
         is_alone: bool,
     ) -> list[RequestOutput]:
-        ready: list[tuple[Job, Params, str | None]] = []
+        ready: list[tuple[Job, Params, str | None]] = []  # each with its params and its salt
         outputs: list[RequestOutput | None] = [None] * len(prompts)
         for i, (prompt, one, salt) in enumerate(zip(prompts, params, salts, strict=True)):
             text = prompt if isinstance(prompt, str) else None
             try:
                 text, tokens = self._encode(prompt)
-                self.engine.check_request(tokens, one, cache_salt=salt)
+                count = self.engine.check_request(tokens, one, cache_salt=salt).num_outputs
             except InvalidRequestError as error:
                 if is_alone:
                     raise
                 warnings.warn(f"prompts[{i}] is not served: {error}", stacklevel=3)
                 outputs[i] = RequestOutput(text, [], [], None, error=error)
                 continue
-            ready.append((Job(i, text, tokens, self.tokenizer), one, salt))
+            ready.append((Job(i, text, tokens, self.tokenizer, count), one, salt))
         # All are checked before the first is queued: what goes wrong above leaves nothing behind.
-        jobs: dict[str, Job] = {}
-        for job, one, salt in ready:
-            request_id = self.engine.add_request(job.prompt_tokens, one, cache_salt=salt)
-            job.start(self.engine.num_outputs(request_id))
-            jobs[request_id] = job
+        jobs = {self.engine.new_id(): each for each in ready}
         bar = progress_bar(len(jobs)) if progress and jobs else None
-        for update in self._updates(list(jobs)):
-            job = jobs[update.request_id]
-            has_ended = job.take(update)
-            if has_ended:
-                outputs[job.index] = job.output()
+        try:
+            for request_id, (job, one, salt) in jobs.items():
+                self._add(request_id, job.prompt_tokens, one, salt)
+            counts = {request_id: len(job.outputs) for request_id, (job, _, _) in jobs.items()}
+            for update in self._updates(counts):
+                job = jobs[update.request_id][0]
+                has_ended = job.take(update)
+                if has_ended:
+                    outputs[job.index] = job.output()
+                if bar is not None:
+                    bar(len(update.token_ids), has_ended)
+        finally:
+            self.engine.abandon(jobs)  # of those that have ended nothing is left
             if bar is not None:
-                bar(len(update.token_ids), has_ended)
-        if bar is not None:
-            bar(None, False)
+                bar(None, False)
         return [output for output in outputs if output is not None]
 
-    def _updates(self, request_ids: list[str], steps: int = STEPS_PER_DISPATCH) -> Iterator[Update]:
-        """Yield the updates of these requests until all have ended.
+    def _add(self, request_id: str, tokens: Any, params: Params | None, salt: str | None) -> None:
+        self.engine.add_request(tokens, params, request_id=request_id, cache_salt=salt)
+
+    def _updates(self, counts: dict[str, int], steps: int = STEPS_PER_DISPATCH) -> Iterator[Update]:
+        """Yield the updates of these requests, of so many outputs each, until all have ended.
 
         While one dispatch is read, the next is under way. Other requests' updates stay in
         their mailboxes.
         """
-        engine, open_ids, is_first = self.engine, dict.fromkeys(request_ids), True
-        try:
-            while open_ids:
-                # The first is of one step: whoever waits sees soon that something comes.
-                engine.advance(1 if is_first else steps)
-                is_first = False
-                for request_id in list(open_ids):
-                    updates = engine.take(request_id)
-                    if engine.is_finished(request_id):
-                        del open_ids[request_id]
-                    yield from updates
-        finally:
-            # Interrupted, or closed early: nothing of ours may stay behind.
-            for request_id in open_ids:
-                engine.abort(request_id)
-            self._drop(list(open_ids))
+        num_open, is_first = dict(counts), True
+        while num_open:
+            # The first is of one step: whoever waits sees soon that something comes.
+            self._advance(1 if is_first else steps)
+            is_first = False
+            for request_id in list(num_open):
+                # Whether it has ended its updates say: another thread may end it at any time.
+                for update in self.engine.take(request_id):
+                    num_open[request_id] -= update.finish_reason is not None
+                    yield update
+                if num_open[request_id] == 0:
+                    del num_open[request_id]
 
-    def _drop(self, request_ids: list[str]) -> None:
-        """Run aborted requests to their end, and forget their updates."""
-        engine = self.engine
-        # What other requests lack is for whoever waits for those to learn.
-        while engine.is_flying():
-            with suppress(NoProgressError):
-                engine.collect()
-        if not all(map(engine.is_finished, request_ids)):
-            with suppress(NoProgressError):
-                engine.run(1)
-        for request_id in request_ids:
-            engine.drop(request_id)
+    def _advance(self, steps: int) -> None:
+        """Advance the engine, also one that has lost its state in an interrupted call."""
+        try:
+            self.engine.advance(steps)
+        except EngineClosedError:
+            self.engine.reset()
 
     def _stream(
-        self, tokens: list[int], params: Params | None, cache_salt: str | None
+        self, tokens: list[int], params: Params | None, cache_salt: str | None, count: int
     ) -> Iterator[Delta]:
-        request_id = self.engine.add_request(tokens, params, cache_salt=cache_salt)
-        count = self.engine.num_outputs(request_id)
+        request_id = self.engine.new_id()
         texts = [GrowingOutput(self.tokenizer) for _ in range(count)]
-        for update in self._updates([request_id], steps=1):
-            yield Delta(
-                texts[update.index].take(update),
-                update.token_ids,
-                update.logprobs,
-                update.finish_reason,
-                update.stop_reason,
-                update.index,
-            )
+        try:
+            self._add(request_id, tokens, params, cache_salt)
+            for update in self._updates({request_id: count}, steps=1):
+                yield Delta(
+                    texts[update.index].take(update),
+                    update.token_ids,
+                    update.logprobs,
+                    update.finish_reason,
+                    update.stop_reason,
+                    update.index,
+                )
+        finally:
+            self.engine.abandon([request_id])
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, Any]:
         """Return a prompt's text, if it is one, and its tokens."""

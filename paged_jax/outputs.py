@@ -21,7 +21,8 @@ class CompletionOutput:
     Attributes:
         text: None where the model has no tokenizer; special tokens are left out.
         logprobs: log-probability of each token under the raw logits.
-        finish_reason: "stop" (end-of-text or a stop token), "length" or "abort".
+        finish_reason: "stop" (end-of-text or a stop token), "length", "abort", or "invalid": the
+            model's logits held NaN or inf, or left no token to choose.
         stop_reason: the stop token's id; None for end-of-text.
     """
 

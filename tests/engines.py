@@ -17,7 +17,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 def programs(graphdef, widths):
     """The programs of an engine, compiled in less time."""
     made = compile_programs(graphdef, widths)
-    donated = Programs(run=1, add=0, abort=0, set_roots=0)
+    donated = Programs(run=1, add=0, set_roots=0)
     jits = [
         jax.jit(program.__wrapped__, donate_argnums=number, compiler_options=QUICK)
         for program, number in zip(made, donated, strict=True)

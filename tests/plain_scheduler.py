@@ -60,7 +60,7 @@ class PlainScheduler:
         while self.needed(take) > self.num_free():
             self.preempt_last()
             take, preempted = self.plan(), True
-        reserved, left = self.needed(take), self.config.max_num_batched_tokens - sum(take.values())
+        left = self.config.max_num_batched_tokens - sum(take.values())
         assert eventful or not preempted
         while (
             not preempted
@@ -70,7 +70,7 @@ class PlainScheduler:
         ):
             if eventful:
                 self.register(self.plan())
-            chunk = self.admit_first(reserved, left)
+            chunk = self.admit_first(self.reserved(), left)
             if chunk is None:
                 break
             assert eventful
@@ -131,6 +131,27 @@ class PlainScheduler:
             sum(self.cache.missing(row, self.requests[row].computed + count))
             for row, count in take.items()
         )
+
+    def reserved(self):
+        """What running rows will still need to compute the tokens that they have; where they have
+        all of that since they started, this step's.
+        """
+        if not any(self.cache.windows):
+            return self.needed(self.plan())
+        return sum(
+            max(self.most_held(window, row) - sum(block != 0 for block in table[row]), 0)
+            for window, table in zip(self.cache.windows, self.cache.tables, strict=True)
+            for row in self.running
+        )
+
+    def most_held(self, window, row):
+        request, cache = self.requests[row], self.cache
+        whole = cache.blocks_for(len(request.tokens))
+        if window is None:
+            return whole
+        left = len(request.tokens) - request.computed
+        chunk = min(left, self.config.max_num_batched_tokens)
+        return min(whole, cache.blocks_for(window - 1 + chunk) + 1)
 
     def grow(self, row, num_tokens):
         self.cache.grow(row, self.cache.missing(row, num_tokens), num_tokens)

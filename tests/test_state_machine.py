@@ -319,7 +319,7 @@ class AgainstPlainScheduler(RuleBasedStateMachine):
     def abort(self, data):
         row = data.draw(st.sampled_from(self.rows(finished=False)))
         self.state = self.state.replace(
-            seqs=self.programs["abort"](self.state.seqs, ints([row], 1))
+            seqs=self.programs["abort"](self.state.seqs, np.arange(self.config.num_rows) == row)
         )
         self.plain.abort(row)
         self.compare()

@@ -5,7 +5,9 @@ counters    what happened since the state was made
 requests    requests, checked and laid out as rows
 dispatch    the programs, and the updates in their reports
 report      what the host learns of a dispatch
-mailbox     updates of each request, until they are taken
+mailbox     updates of a request, until they are taken
+registry    requests by where they are, and the rows that they have
+exclusive   one thread at a time
 roots       what the cached contents of a salt begin with
 engine      requests in, updates out, between dispatches
 integrity   the public checker of a cache or an engine

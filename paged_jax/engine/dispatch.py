@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from paged_jax.cache import prefix_directory
 from paged_jax.engine.report import STEPS_PER_DISPATCH, Report, Update, make_report
-from paged_jax.engine.requests import Output
+from paged_jax.engine.requests import Output, Request
 from paged_jax.engine.step import EngineState, run
 from paged_jax.errors import ConfigError
 from paged_jax.sampling.parameters import BeamSearchParams
@@ -27,15 +27,13 @@ class Programs(NamedTuple):
     """The jitted functions of an engine; each takes the state, or its rows, donated.
 
     Attributes:
-        run: (params, state, max_steps) -> (state, report).
+        run: (params, state, max_steps, whether to abort each row) -> (state, report).
         add: (rows, new rows, new beams or None) -> rows.
-        abort: (rows, row numbers) -> rows.
         set_roots: (state, a root for each row) -> state.
     """
 
     run: Callable
     add: Callable
-    abort: Callable
     set_roots: Callable
 
 
@@ -53,7 +51,6 @@ def compile_programs(graphdef: Any, widths: tuple[int, ...]) -> Programs:
     return Programs(
         run=jax.jit(partial(_run, graphdef, widths), donate_argnums=1),
         add=jax.jit(_add, donate_argnums=0),
-        abort=jax.jit(sequences.abort, donate_argnums=0),
         set_roots=jax.jit(_set_roots, donate_argnums=0),
     )
 
@@ -64,8 +61,10 @@ def _run(
     params: Any,
     state: EngineState,
     max_steps: Int[Array, ""],
+    is_aborted: Bool[Array, "R"],
 ) -> tuple[EngineState, Report]:
     model = nnx.merge(graphdef, params)
+    state = state.replace(seqs=sequences.abort(state.seqs, is_aborted))
     state, steps = run(model, state, max_steps, widths=widths)
     return state, make_report(state, steps)
 
@@ -89,8 +88,8 @@ def _set_roots(state: EngineState, roots: Int[Array, "R"]) -> EngineState:
 
 def read_updates(
     report: Report, outputs: dict[int, Output], seqs: Sequences
-) -> Iterator[tuple[int, Update]]:
-    """Yield the rows of which the report has something new, with the update.
+) -> Iterator[tuple[Request, Update]]:
+    """Yield an update for each output of which the report has something new.
 
     `outputs` are those that the rows still make. `seqs` are the newest rows: they have what is too
     long for a report.
@@ -99,28 +98,32 @@ def read_updates(
     statuses, reasons, totals, num_cached = (array.tolist() for array in arrays)
     for row, output in outputs.items():
         request, is_finished = output.request, statuses[row] == FINISHED
+        mailbox = request.mailbox
         if isinstance(request.params, BeamSearchParams) and not is_finished:
             continue  # a live beam may still be dropped
-        # An aborted beam may have fewer tokens than were seen.
-        num_new = max(totals[row] - output.num_seen, 0)
-        if num_new == 0 and not is_finished:
+        # An aborted beam, and a row that started again, may have fewer tokens than were seen.
+        num_new = max(totals[row] - mailbox.num_seen[output.index], 0)
+        if mailbox.has_ended[output.index] or (num_new == 0 and not is_finished):
             continue
-        output.num_seen += num_new
         tokens, logprobs = _newest(report, row, num_new, totals[row], seqs)
         reason = FINISH_REASONS[reasons[row]] if is_finished else None
         is_own_stop = reason == "stop" and bool(tokens) and tokens[-1] not in request.eos_ids
-        yield (
-            row,
-            Update(
-                request.request_id,
-                tokens,
-                logprobs,
-                finish_reason=reason,
-                stop_reason=tokens[-1] if is_own_stop else None,
-                index=output.index,
-                num_cached_tokens=max(num_cached[row], 0),
-            ),
+        update = Update(
+            request.request_id,
+            tokens,
+            logprobs,
+            finish_reason=reason,
+            stop_reason=tokens[-1] if is_own_stop else None,
+            index=output.index,
+            num_cached_tokens=max(num_cached[row], 0),
         )
+        yield request, update
+
+
+def rows_with(status: int, report: Report, outputs: dict[int, Output]) -> list[int]:
+    """Return the rows of these outputs that have the status."""
+    statuses = report.status.tolist()
+    return [row for row in outputs if statuses[row] == status]
 
 
 def _newest(

@@ -7,10 +7,14 @@ A dispatch runs many steps. It returns the new state, which is donated from one 
 next, and a small report: status, counts and the newest tokens of each row. The report's arrays are
 its own, so reading them stalls nothing. Updates are filed by request: whoever collects a dispatch,
 each reader finds its own.
+
+Whoever is interrupted (Ctrl-C, no memory on the device) finds the engine as it was before the call
+or after it. Only where the donated state was lost on the way is the engine closed: `reset` opens it
+again. Threads may share an engine: a lock lets one at a time in.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +24,7 @@ from flax import nnx
 from paged_jax.cache import prefix_directory
 from paged_jax.checks import check_int
 from paged_jax.config import EngineConfig, token_widths
+from paged_jax.engine import registry as books
 from paged_jax.engine.counters import Counters
 from paged_jax.engine.dispatch import (
     Dispatch,
@@ -27,15 +32,23 @@ from paged_jax.engine.dispatch import (
     check_like,
     compile_programs,
     read_updates,
+    rows_with,
 )
-from paged_jax.engine.mailbox import Mailboxes, file, take
+from paged_jax.engine.exclusive import exclusive, new_lock
+from paged_jax.engine.registry import Registry
 from paged_jax.engine.report import STEPS_PER_DISPATCH, Report, Update
 from paged_jax.engine.requests import Output, Request, make_request, to_beams, to_rows
-from paged_jax.engine.roots import Roots, find_root, leave_roots
+from paged_jax.engine.roots import Roots, find_root, with_new_roots
 from paged_jax.engine.step import EngineState, init_state
-from paged_jax.errors import ConfigError, InvalidRequestError, NoProgressError
+from paged_jax.errors import (
+    ConfigError,
+    EngineClosedError,
+    InvalidRequestError,
+    NoProgressError,
+)
 from paged_jax.sampling.parameters import BeamSearchParams, Params, SamplingParams
 from paged_jax.scheduling import sequences
+from paged_jax.scheduling.sequences import FINISHED, WAITING
 
 type Prompt = Sequence[int] | np.ndarray | jax.Array
 
@@ -85,16 +98,15 @@ class Engine:
         self.eos_token_ids: tuple[int, ...] = tuple(model.eos_token_ids)
         self.state: EngineState = init_state(config, model)
         self.counters: Counters | None = None  # as of the last report
+        self._graphdef = graphdef
         self._programs: Programs = compile_programs(graphdef, self.widths)
         self._seeds = np.random.default_rng(seed)
-        self._queue: dict[str, Request] = {}  # beyond the device's rows, in order
+        self._requests = Registry()
         self._flying: deque[Dispatch] = deque()  # on their way, not collected yet
-        self._mail: Mailboxes = {}
-        self._outputs: dict[int, Output] = {}  # by row
-        self._empty_rows = list(range(config.num_rows))
-        self._live: dict[str, Request] = {}
         self._num_added = 0
         self._roots = Roots()
+        self._lost_in: str | None = None  # the call in which the state was lost
+        self._lock = new_lock()
 
     @property
     def config(self) -> EngineConfig:
@@ -103,6 +115,15 @@ class Engine:
 
     # ---------------------------------------------------------------- requests
 
+    @exclusive
+    def new_id(self) -> str:
+        """Return an id that is not in use and is not returned again."""
+        while True:
+            name, self._num_added = f"request-{self._num_added}", self._num_added + 1
+            if not books.is_in_use(self._requests, name):
+                return name
+
+    @exclusive
     def add_request(
         self,
         prompt: Prompt,
@@ -119,27 +140,23 @@ class Engine:
         Raises InvalidRequestError for a prompt or parameters that cannot be served, or an id that
         is in use. An id is free again when the last update of its request has been taken.
         """
-        while request_id is None:
-            name, self._num_added = f"request-{self._num_added}", self._num_added + 1
-            request_id = None if self._is_in_use(name) else name
+        books.sweep(self._requests)
+        if request_id is None:
+            request_id = self.new_id()
         if not isinstance(request_id, str):
             raise InvalidRequestError(
-                f"request_id={request_id!r}: a str is needed, got {type(request_id).__name__}"
+                f"request_id={request_id!r:.80}: a str is needed, got {type(request_id).__name__}"
             )
-        if self._is_in_use(request_id):
+        if books.is_in_use(self._requests, request_id):
             raise InvalidRequestError(
                 f"request_id={request_id!r}: is in use; ids must differ among unfinished requests"
             )
         request = self.check_request(
             prompt, sampling_params, request_id=request_id, cache_salt=cache_salt
         )
-        if isinstance(request.params, BeamSearchParams):
-            seqs = sequences.make_room_for_beams(self.state.seqs, request.params.beam_width)
-            self.state = self.state.replace(seqs=seqs)
-        elif request.params.seed is None:
+        if isinstance(request.params, SamplingParams) and request.params.seed is None:
             request.seed = int(self._seeds.integers(2**32))
-        self._live[request_id] = request
-        self._queue[request_id] = request
+        books.enqueue(self._requests, request)
         return request_id
 
     def check_request(
@@ -162,82 +179,89 @@ class Engine:
             cache_salt=cache_salt,
         )
 
+    @exclusive
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state; False if there is no such unfinished request.
 
         Its last updates have the reason "abort". Those of a running request come with the next
         dispatch.
         """
-        request = self._live.get(request_id) if isinstance(request_id, str) else None
+        books.sweep(self._requests)
+        is_id = isinstance(request_id, str)
+        request = self._requests.live.get(request_id) if is_id else None
         if request is None:
             return False
-        if self._queue.pop(request_id, None) is not None:
-            del self._live[request_id]
-            for index in range(request.num_outputs):
-                file(self._mail, Update(request_id, [], [], "abort", index=index))
-            return True
-        rows = np.full(self.config.num_rows, self.config.num_rows, np.int32)
-        own = [row for row, output in self._outputs.items() if output.request is request]
-        rows[: len(own)] = own
-        self.state = self.state.replace(seqs=self._programs.abort(self.state.seqs, rows))
+        request.is_aborted = True
+        if request_id in self._requests.queue:
+            books.end(self._requests, request, "abort")
         return True
 
+    def abandon(self, request_ids: Iterable[str]) -> None:
+        """Abort requests, and forget their updates. Unknown ids are skipped.
+
+        It returns at once and may be called at any moment, by a finalizer too. The blocks come back
+        with the next dispatch; `run(1)` makes one where nothing else does.
+        """
+        self._requests.abandoned.extend(list(request_ids))
+
+    @exclusive
     def take(self, request_id: str) -> list[Update]:
         """Return a request's updates since the last call, one for each output that has some.
 
+        An output's last update has a finish reason. Where several threads run the engine, that is
+        how to know that nothing more comes.
+
         Raises InvalidRequestError for an id that is not in use.
         """
-        if not isinstance(request_id, str) or not self._is_in_use(request_id):
+        books.sweep(self._requests)
+        if not isinstance(request_id, str) or not books.is_in_use(self._requests, request_id):
             raise InvalidRequestError(
-                f"request_id={request_id!r}: is not in use; a request's last updates are taken once"
+                f"request_id={request_id!r:.80}: is not in use; a request's last updates are taken "
+                "once"
             )
-        return take(self._mail, request_id)
+        return books.take_updates(self._requests, request_id)
 
-    def num_outputs(self, request_id: str) -> int:
-        """Return how many outputs an unfinished request has.
-
-        Raises InvalidRequestError for any other id.
-        """
-        if not isinstance(request_id, str) or request_id not in self._live:
-            raise InvalidRequestError(f"request_id={request_id!r}: is no unfinished request's")
-        return self._live[request_id].num_outputs
-
+    @exclusive
     def is_finished(self, request_id: str) -> bool:
         """Return whether all outputs of a request have ended. Updates may still be there."""
         if not isinstance(request_id, str):
             raise InvalidRequestError(f"request_id={request_id!r:.80}: a str is needed")
-        return request_id not in self._live
+        books.sweep(self._requests)
+        request = self._requests.live.get(request_id)
+        return request is None or request.has_ended
 
+    @exclusive
     def has_unfinished(self) -> bool:
         """Return whether any request has outputs that have not ended."""
-        return bool(self._live)
-
-    def drop(self, request_id: str) -> None:
-        """Forget the updates of a request that has ended; others are not touched."""
-        if self.is_finished(request_id):
-            take(self._mail, request_id)
-
-    def _is_in_use(self, request_id: str) -> bool:
-        return request_id in self._live or request_id in self._mail
+        books.sweep(self._requests)
+        return any(not request.has_ended for request in self._requests.live.values())
 
     # ---------------------------------------------------------------- params and cached contents
 
+    @exclusive
     def update_params(self, params: Any) -> None:
         """Go on with other params of the same shapes. No content that the old ones computed is hit.
 
         Running requests go on with what they have computed. Raises ConfigError, and changes
         nothing, for other shapes or dtypes.
         """
+        self._check_open()
         check_like(params, self.params)
-        self.params = params
-        leave_roots(self._roots)
-        roots = np.full(self.config.num_rows, -1, np.int32)
-        for row, output in self._outputs.items():
-            roots[row] = find_root(self._roots, output.request.cache_salt)
-        self.state = self._programs.set_roots(self.state, roots)
+        new_roots = with_new_roots(self._roots)
+        of_rows = np.full(self.config.num_rows, -1, np.int32)
+        for row, output in self._requests.rows.items():
+            of_rows[row] = find_root(new_roots, output.request.cache_salt)
 
+        def keep(state: EngineState) -> None:
+            self.params, self._roots, self.state = params, new_roots, state
+
+        self._donate("update_params", lambda: self._programs.set_roots(self.state, of_rows), keep)
+
+    @exclusive
     def reset_prefix_cache(self) -> bool:
         """Forget all cached contents. False, and nothing is changed, while blocks are in use."""
+        self._check_open()
+        self._settle()
         cache = self.state.cache
         if int(cache.pool.num_free) < cache.pool.num_blocks - 1:
             return False
@@ -252,6 +276,7 @@ class Engine:
         """Run one decoding step; see `run`."""
         return self.run(1)
 
+    @exclusive
     def run(self, max_steps: int) -> list[str]:
         """Run up to `max_steps` decoding steps and return the ids of the requests with updates.
 
@@ -263,50 +288,59 @@ class Engine:
             self.dispatch(max_steps)
             self.collect()
             max_steps -= STEPS_PER_DISPATCH
-        return list(self._mail)
+        self._settle()
+        return list(self._requests.news)
 
+    @exclusive
     def advance(self, max_steps: int = STEPS_PER_DISPATCH) -> None:
         """Start a dispatch, and file the updates of the one before it while the device works."""
         self.dispatch(check_int("max_steps", max_steps, 1, None, error=InvalidRequestError))
         while len(self._flying) > 1:
             self.collect()
 
+    @exclusive
     def dispatch(self, max_steps: int = STEPS_PER_DISPATCH) -> None:
         """Fill empty rows from the queue and start up to `max_steps` steps (32 at most).
 
         Returns without waiting for them.
         """
         max_steps = check_int("max_steps", max_steps, 0, None, error=InvalidRequestError)
-        max_steps = min(max_steps, STEPS_PER_DISPATCH)
+        self._check_open()
+        books.sweep(self._requests)
         self._fill_rows()
-        self.state, report = self._programs.run(self.params, self.state, np.int32(max_steps))
-        self._flying.append(Dispatch(report, dict(self._outputs), max_steps))
+        self._start(min(max_steps, STEPS_PER_DISPATCH))
 
+    @exclusive
     def collect(self) -> None:
-        """Wait for the oldest dispatch and file its updates, if there is one."""
+        """Wait for the oldest dispatch and file its updates, if there is one.
+
+        Whoever is interrupted may collect it again: what was filed is not filed twice.
+        """
         if not self._flying:
             return
-        dispatch = self._flying[0]
-        report: Report = jax.device_get(dispatch.report)
-        self._flying.popleft()  # only now: whoever is interrupted above finds it still there
+        self._check_open()
+        dispatch, requests = self._flying[0], self._requests
+        try:
+            report: Report = jax.device_get(dispatch.report)
+        except Exception:
+            self._lost_in = "collect"  # what the device could not compute, the state hangs on, too
+            raise
         self.counters = report.counters
         # A row that has ended since then, and perhaps makes another output, is left out.
-        current = {
-            row: output
-            for row, output in dispatch.outputs.items()
-            if self._outputs.get(row) is output
-        }
-        for row, update in read_updates(report, current, self.state.seqs):
-            file(self._mail, update)
-            if update.finish_reason is not None:
-                self._end_output(row)
-        is_stuck = report.num_waiting > 0 and report.num_running == 0
-        if is_stuck and report.steps < dispatch.max_steps:
-            raise NoProgressError(
-                f"{report.num_waiting} requests wait, none runs, and the first needs more blocks "
-                "than are free: are rows or blocks of engine.state held by someone else?"
-            )
+        current = {r: o for r, o in dispatch.outputs.items() if requests.rows.get(r) is o}
+        news: dict[Request, list[Update]] = {}
+        for request, update in read_updates(report, current, self.state.seqs):
+            news.setdefault(request, []).append(update)
+        for request, updates in news.items():
+            books.file_updates(requests, request, updates)
+        for row in rows_with(FINISHED, report, current):
+            books.vacate(requests, row)
+        self._flying.popleft()
+        if report.num_running == 0 and report.steps < dispatch.max_steps:
+            books.sweep(requests)
+            _check_progress(rows_with(WAITING, report, current), books.aborted_rows(requests))
 
+    @exclusive
     def collect_all(self) -> None:
         """Wait for every dispatch that is on its way."""
         while self._flying:
@@ -316,26 +350,98 @@ class Engine:
         """Return whether a dispatch is on its way."""
         return bool(self._flying)
 
+    # ---------------------------------------------------------------- when the state is lost
+
+    def is_closed(self) -> bool:
+        """Return whether the state was lost in a call that was interrupted: `reset` is needed."""
+        return self._lost_in is not None
+
+    @exclusive
+    def reset(self) -> None:
+        """Start again with new pages and the same params.
+
+        All requests are kept: those that had begun are computed again, in order of arrival, and
+        give those tokens that were not filed yet. Cached contents are gone.
+        """
+        self._lost_in = "reset"
+        config = self.config
+        for array in jax.tree.leaves(self.state):
+            array.delete()  # room for the new ones
+        self._flying.clear()
+        books.requeue(self._requests)
+        self.state = init_state(config, nnx.merge(self._graphdef, self.params))
+        self._lost_in = None
+
+    def _check_open(self) -> None:
+        if self._lost_in is not None:
+            raise EngineClosedError(
+                f"engine: its state was lost when {self._lost_in} was interrupted or failed; "
+                "engine.reset() goes on with new pages, and keeps all requests"
+            )
+
+    def _donate[T](self, call: str, program: Callable[[], T], keep: Callable[[T], None]) -> None:
+        """Run a program that consumes the state, and keep what it returns.
+
+        The engine is closed where the old state is gone and the new one is not kept.
+        """
+        self._lost_in = call
+        try:
+            result = program()
+        except BaseException:
+            if not any(array.is_deleted() for array in jax.tree.leaves(self.state)):
+                self._lost_in = None  # it was not begun
+            raise
+        keep(result)
+        self._lost_in = None
+
+    def _start(self, max_steps: int) -> None:
+        is_aborted = np.zeros(self.config.num_rows, bool)
+        is_aborted[books.aborted_rows(self._requests)] = True
+        outputs, steps = dict(self._requests.rows), np.int32(max_steps)
+
+        def keep(result: tuple[EngineState, Report]) -> None:
+            self.state, report = result
+            self._flying.append(Dispatch(report, outputs, max_steps))
+
+        def program() -> tuple[EngineState, Report]:
+            return self._programs.run(self.params, self.state, steps, is_aborted)
+
+        self._donate("dispatch", program, keep)
+
     def _fill_rows(self) -> None:
         """Give empty rows to the requests at the head of the queue."""
-        new: dict[int, Output] = {}
-        while self._queue:
-            request = next(iter(self._queue.values()))
-            if request.num_outputs > len(self._empty_rows):
-                break
-            del self._queue[request.request_id]
-            for index in range(request.num_outputs):
-                new[self._empty_rows.pop(0)] = Output(request, index)
+        new = books.next_for_rows(self._requests, self.config.num_rows)
         if not new:
             return
+        self._make_room_for_beams(new)
         roots = {row: find_root(self._roots, o.request.cache_salt) for row, o in new.items()}
         rows, beams = to_rows(new, self.config, roots), to_beams(new, self.config)
-        self._outputs.update(new)
-        self.state = self.state.replace(seqs=self._programs.add(self.state.seqs, rows, beams))
 
-    def _end_output(self, row: int) -> None:
-        request = self._outputs.pop(row).request
-        self._empty_rows.append(row)
-        request.num_ended += 1
-        if request.num_ended == request.num_outputs:
-            del self._live[request.request_id]
+        def keep(seqs: sequences.Sequences) -> None:
+            self.state = self.state.replace(seqs=seqs)
+            books.occupy(self._requests, new)
+
+        self._donate("dispatch", lambda: self._programs.add(self.state.seqs, rows, beams), keep)
+
+    def _make_room_for_beams(self, new: dict[int, Output]) -> None:
+        params = [output.request.params for output in new.values()]
+        widths = [each.beam_width for each in params if isinstance(each, BeamSearchParams)]
+        if widths:
+            seqs = sequences.make_room_for_beams(self.state.seqs, max(widths))
+            self.state = self.state.replace(seqs=seqs)
+
+    def _settle(self) -> None:
+        """Let abandoned requests give their blocks back where no live one runs the engine."""
+        books.sweep(self._requests)
+        if books.aborted_rows(self._requests) and not self.has_unfinished():
+            self._start(0)
+            self.collect_all()
+
+
+def _check_progress(waiting: list[int], unwanted: list[int]) -> None:
+    """Raise NoProgressError where rows wait although none runs, other than unwanted ones."""
+    if rows := set(waiting) - set(unwanted):
+        raise NoProgressError(
+            f"{len(rows)} requests wait, none runs, and the first needs more blocks than are free: "
+            "are rows or blocks of engine.state held by someone else?"
+        )

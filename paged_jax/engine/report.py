@@ -34,7 +34,8 @@ class Update:
     The outputs of a beam search come whole, when all have ended, the best first.
 
     Attributes:
-        finish_reason: "stop", "length" or "abort".
+        finish_reason: "stop", "length", "abort", or "invalid": the logits held NaN or inf, or left
+            no token to choose.
         stop_reason: the stop token id; None for end-of-text.
         index: which of the request's outputs.
         num_cached_tokens: tokens of its prompt that were found in the cache.

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from paged_jax.config import CacheConfig, EngineConfig
+from paged_jax.engine.mailbox import Mailbox, empty_mailbox
 from paged_jax.errors import InvalidRequestError
 from paged_jax.kv_group import blocks_to_admit
 from paged_jax.sampling.parameters import PARAMETERS, BeamSearchParams, Params, SamplingParams
@@ -24,7 +25,9 @@ class Request:
     Attributes:
         max_len: tokens, prompt included, at which it ends.
         eos_ids: those of `stop_ids` that are end-of-text: they give no stop_reason.
-        num_ended: outputs that have ended.
+        is_aborted: whether it shall end where it stands.
+        is_abandoned: whether nobody reads its updates; it is aborted, too.
+        mailbox: what the host has of its outputs.
     """
 
     request_id: str
@@ -35,7 +38,17 @@ class Request:
     stop_ids: tuple[int, ...]
     eos_ids: frozenset[int]
     cache_salt: str | None = None
-    num_ended: int = 0
+    is_aborted: bool = False
+    is_abandoned: bool = False
+    mailbox: Mailbox = field(init=False)
+
+    def __post_init__(self):
+        self.mailbox = empty_mailbox(self.num_outputs, len(self.prompt))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of its outputs have ended."""
+        return all(self.mailbox.has_ended)
 
     @property
     def num_outputs(self) -> int:
@@ -44,20 +57,12 @@ class Request:
         return params.beam_width if isinstance(params, BeamSearchParams) else params.n
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Output:
-    """One output of a request, and the sequence row that makes it.
-
-    Attributes:
-        num_seen: tokens, prompt included, that the host has.
-    """
+    """One output of a request, as a sequence row makes it."""
 
     request: Request
     index: int
-    num_seen: int = field(init=False)
-
-    def __post_init__(self):
-        self.num_seen = len(self.request.prompt)
 
     @property
     def seed(self) -> int:
@@ -190,6 +195,12 @@ def _stop_ids(
             )
     eos_ids = () if params.ignore_eos else tuple(t for t in eos_token_ids if t not in own)
     stop_ids = (*own, *eos_ids)
+    if isinstance(params, SamplingParams) and params.min_tokens > 0:
+        if sum(0 <= token < vocab_size for token in {*stop_ids}) == vocab_size:
+            raise InvalidRequestError(
+                f"min_tokens={params.min_tokens}: all {vocab_size} tokens of the vocabulary end "
+                "the output, so none may come first"
+            )
     if len(stop_ids) > config.max_stop_ids:
         raise InvalidRequestError(
             f"stop_token_ids={list(own)}: {len(stop_ids)} with end-of-text, at most "

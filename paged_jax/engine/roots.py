@@ -33,6 +33,6 @@ def find_root(roots: Roots, salt: str | None) -> int:
     return roots.by_salt[salt]
 
 
-def leave_roots(roots: Roots) -> None:
-    """Let every salt begin at a new root."""
-    roots.by_salt = {}
+def with_new_roots(roots: Roots) -> Roots:
+    """Return roots where every salt begins at a new one."""
+    return Roots({}, roots.next_root)

@@ -176,7 +176,7 @@ def _compute(model: Any, state: EngineState, take: Int[Array, "S"], width: int) 
             seqs = seqs.replace(beams=beams)
         tokens, logprobs = sample(logits, rows, seqs.num_tokens[batch.rows], is_sampled)
     with jax.named_scope("commit"):
-        num_sampled = jnp.sum(is_sampled, dtype=jnp.int32)
+        num_sampled = jnp.sum(is_sampled & jnp.isfinite(logprobs), dtype=jnp.int32)
         counters = _count(state.counters, books, batch, jnp.sum(take, dtype=jnp.int32), num_sampled)
         seqs = append(seqs, batch.rows, tokens, logprobs, is_sampled)
         books, seqs = _commit(books, seqs, batch, take[:width], width)

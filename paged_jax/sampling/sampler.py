@@ -37,21 +37,23 @@ def sample(
 ) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
     """Sample the next token of each row that is wanted.
 
-    Also returns its log-probability under the raw logits (before any filter). `lengths` counts the
-    tokens that each row has: the position of the new one. Other rows get a token that means
-    nothing.
+    Also returns its log-probability under the raw logits (before any filter), which is not finite
+    where the row has nothing to choose: logits with NaN or inf, or all of them masked. `lengths`
+    counts the tokens that each row has: the position of the new one. Other rows get a token that
+    means nothing.
 
     A row's token depends on its logits, parameters, seed and position alone. Its log-probability
     also depends, in the last bit or so, on the number of rows.
     """
     is_early = is_wanted & (lengths < rows.min_len)
     is_special = is_wanted & ((rows.parameters["temperature"] > 0) | is_early)
-    tokens = jax.lax.cond(
+    tokens, is_masked = jax.lax.cond(
         jnp.any(is_special),
         lambda: _sample_any(logits, rows, lengths, is_early),
-        lambda: _first_maximum(logits),
+        lambda: (_first_maximum(logits), jnp.zeros_like(is_early)),
     )
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    chosen = jnp.where(is_masked, -jnp.inf, chosen)
     return tokens, chosen - jax.nn.logsumexp(logits, axis=1)
 
 
@@ -70,8 +72,8 @@ def _sample_any(
     rows: SamplingRows,
     lengths: Int[Array, "S"],
     is_early: Bool[Array, "S"],
-) -> Int[Array, "S"]:
-    """Sample rows of any parameters."""
+) -> tuple[Int[Array, "S"], Bool[Array, "S"]]:
+    """Sample rows of any parameters. Also returns which of them have all tokens masked."""
     # A stop id that is not yet allowed is masked; -1 pads and must not wrap to the last token.
     is_masked = is_early[:, None] & (rows.stop_ids >= 0)
     masked = jnp.where(is_masked, rows.stop_ids, logits.shape[1])
@@ -91,7 +93,8 @@ def _sample_any(
         lambda: jnp.full_like(temperature, -jnp.inf),
     )
     kept = jnp.where(scaled >= threshold[:, None], jnp.exp(scaled), 0)
-    return jnp.where(is_warm, _draw(kept, uniforms(rows.seed, lengths, 2)), greedy)
+    is_empty = jnp.max(logits, axis=1) == -jnp.inf
+    return jnp.where(is_warm, _draw(kept, uniforms(rows.seed, lengths, 2)), greedy), is_empty
 
 
 def _is_filtered(rows: SamplingRows) -> Bool[Array, "R"]:

@@ -29,13 +29,13 @@ class Outcome(NamedTuple):
     """The outcome of an attempt to admit the head.
 
     Attributes:
-        reserved: blocks that the row will copy in the next step.
+        copies: blocks that the row will copy in the next step.
         queried: prompt tokens, where the row starts for the first time.
         hits: how many of them were found in the cache.
     """
 
     is_admitted: Bool[Array, ""]
-    reserved: Int[Array, ""]
+    copies: Int[Array, ""]
     queried: Int[Array, ""]
     hits: Int[Array, ""]
 
@@ -134,7 +134,7 @@ def admit(
     is_counted = is_first & ~start.is_fork & ~unit.is_follower
     outcome = Outcome(
         is_admitted=fits,
-        reserved=jnp.where(fits, copies, 0),
+        copies=jnp.where(fits, copies, 0),
         queried=jnp.where(is_counted, seqs.num_prompt_tokens[row], 0),
         hits=jnp.where(is_counted, start.num_tokens, 0),
     )

@@ -23,7 +23,14 @@ from paged_jax.arrays import apply_if
 from paged_jax.cache import prefix_directory
 from paged_jax.cache.paged_cache import PagedCache, exchange_rows
 from paged_jax.scheduling.beams import NEVER, NO_SCORE, WHEN_FULL, Beams, NewBeams
-from paged_jax.scheduling.sequences import FINISHED, LENGTH, RUNNING, STOP, Sequences
+from paged_jax.scheduling.sequences import (
+    FINISHED,
+    INVALID,
+    LENGTH,
+    RUNNING,
+    STOP,
+    Sequences,
+)
 
 
 def add_beams(seqs: Sequences, new: NewBeams) -> Sequences:
@@ -99,6 +106,8 @@ class Group(NamedTuple):
     Attributes:
         rows: the rows, out of range outside; `at` is the same inside the arrays.
         base: score of each live beam, -inf of others.
+        next_logprobs, stop_logprobs: of the live beams' continuations, -inf of others.
+        is_sound: whether all of them are numbers.
         prompt: prompt tokens; `old_length` is the live beams' length, `length` one more.
         limit: length at which the group ends.
     """
@@ -108,6 +117,9 @@ class Group(NamedTuple):
     at: Int[Array, "W"]
     is_inside: Bool[Array, "W"]
     base: Float[Array, "W"]
+    next_logprobs: Float[Array, "W W"]
+    stop_logprobs: Float[Array, "W K"]
+    is_sound: Bool[Array, ""]
     prompt: Int[Array, ""]
     old_length: Int[Array, ""]
     length: Int[Array, ""]
@@ -120,7 +132,8 @@ class Group(NamedTuple):
         Finite for what is an output: a great penalty must not make one look like none.
         """
         tokens = jnp.maximum(num_tokens, 1).astype(jnp.float32)
-        value = jnp.maximum(total / tokens**self.length_penalty, jnp.finfo(jnp.float32).min)
+        value = jnp.where(total == 0, 0, total / tokens**self.length_penalty)  # not 0 / 0
+        value = jnp.maximum(value, jnp.finfo(jnp.float32).min)
         return jnp.where(total == NO_SCORE, NO_SCORE, value)
 
 
@@ -165,13 +178,21 @@ def _gather_group(seqs: Sequences, leader: Int[Array, ""]) -> Group:
     at = jnp.minimum(rows, seqs.num_rows - 1)
     is_inside = jnp.arange(rows.shape[0], dtype=jnp.int32) < beams.width[leader]
     base = jnp.where(is_inside, beams.score[at], NO_SCORE)
-    old_length = jnp.max(jnp.where(base > NO_SCORE, seqs.num_tokens[at], 0))
+    is_live = base > NO_SCORE
+    old_length = jnp.max(jnp.where(is_live, seqs.num_tokens[at], 0))
+    logprobs = [
+        jnp.where(is_live[:, None], x[at], NO_SCORE)
+        for x in (beams.next_logprobs, beams.stop_logprobs)
+    ]
     return Group(
         leader=leader,
         rows=rows,
         at=at,
         is_inside=is_inside,
         base=base,
+        next_logprobs=_without_nan(logprobs[0]),
+        stop_logprobs=_without_nan(logprobs[1]),
+        is_sound=~jnp.any(jnp.isnan(logprobs[0])),
         prompt=seqs.num_prompt_tokens[leader],
         old_length=old_length,
         length=old_length + 1,
@@ -180,20 +201,25 @@ def _gather_group(seqs: Sequences, leader: Int[Array, ""]) -> Group:
     )
 
 
+def _without_nan(logprobs: Float[Array, "W n"]) -> Float[Array, "W n"]:
+    """Return -inf, which is never chosen, for what is no number."""
+    return jnp.where(jnp.isnan(logprobs), NO_SCORE, logprobs)
+
+
 def _choose_live(seqs: Sequences, group: Group) -> Live:
     """Choose the W best of W x W continuations.
 
     base -1 -2, next_logprobs [[-.1, -5], [-.2, -.3]] -> scores -1.1 -2.2, parents 0 1
     """
     beams, width = _beams(seqs), group.rows.shape[0]
-    totals = group.base[:, None] + beams.next_logprobs[group.at]
+    totals = group.base[:, None] + group.next_logprobs
     score, choice = jax.lax.top_k(totals.ravel(), width)
     parent, rank = choice // width, choice % width
     return Live(
         score=jnp.where(group.is_inside, score, NO_SCORE),
         parent=parent,
         token=beams.next_tokens[group.at][parent, rank],
-        logprob=beams.next_logprobs[group.at][parent, rank],
+        logprob=group.next_logprobs[parent, rank],
     )
 
 
@@ -205,7 +231,7 @@ def _finish_stopped(seqs: Sequences, group: Group, live: Live) -> Done:
     """
     beams, g, width = _beams(seqs), group, group.rows.shape[0]
     last_live = live.score[beams.width[g.leader] - 1]
-    stops = g.base[:, None] + beams.stop_logprobs[g.at]
+    stops = g.base[:, None] + g.stop_logprobs
     stops = jnp.where((stops >= last_live) & (stops > NO_SCORE), stops, NO_SCORE)
     is_at_limit = (g.length >= g.limit) & (live.score > NO_SCORE)
     ends = jnp.where(is_at_limit, live.score, NO_SCORE)
@@ -221,7 +247,7 @@ def _finish_stopped(seqs: Sequences, group: Group, live: Live) -> Done:
     continued = jnp.where(is_stop, stop // num_stops, live.parent[end])
     source = g.at[jnp.where(is_kept, jnp.minimum(pick, width - 1), continued)]
     stop_token = seqs.sampling.stop_ids[g.leader][stop % num_stops]
-    stop_logprob = beams.stop_logprobs[g.at].ravel()[stop]
+    stop_logprob = g.stop_logprobs.ravel()[stop]
 
     def finished(done, running, value):
         """Copy a kept output, or a beam with its last token appended."""
@@ -242,7 +268,10 @@ def _finish_stopped(seqs: Sequences, group: Group, live: Live) -> Done:
 
 
 def _has_ended(seqs: Sequences, group: Group, live: Live, done: Done) -> Bool[Array, ""]:
-    """Return whether no live beam may or can improve the group's outputs."""
+    """Return whether no live beam may or can improve the group's outputs.
+
+    So it is where one has continuations that are no numbers: the group is invalid.
+    """
     is_full = jnp.all((done.score > NO_SCORE) | ~group.is_inside)
     worst = jnp.min(jnp.where(group.is_inside, done.score, jnp.inf))
     hoped = group.score(live.score[0], group.length - group.prompt)
@@ -250,7 +279,8 @@ def _has_ended(seqs: Sequences, group: Group, live: Live, done: Done) -> Bool[Ar
     policy = _beams(seqs).early_stopping[group.leader]
     is_beaten = jnp.where(policy == NEVER, worst >= jnp.maximum(hoped, longest), worst >= hoped)
     is_last = group.length >= group.limit
-    return is_last | (live.score[0] == NO_SCORE) | (is_full & ((policy == WHEN_FULL) | is_beaten))
+    is_over = ~group.is_sound | is_last | (live.score[0] == NO_SCORE)
+    return is_over | (is_full & ((policy == WHEN_FULL) | is_beaten))
 
 
 def _commit(
@@ -280,7 +310,8 @@ def _commit(
     has_output = has_ended & (done.score > NO_SCORE)
     end_length = jnp.where(has_output, done.length, g.prompt)
     num_tokens = jnp.where(has_ended, end_length, jnp.where(goes_on, g.length, 0))
-    reason = jnp.where(has_output, done.reason, LENGTH)
+    is_valid = g.is_sound & jnp.any(has_output)
+    reason = jnp.where(is_valid, jnp.where(has_output, done.reason, LENGTH), INVALID)
     return cache, seqs.replace(
         tokens=put(seqs.tokens, jnp.where(has_ended, done.tokens, live_tokens)),
         logprobs=put(seqs.logprobs, jnp.where(has_ended, done.logprobs, live_logprobs)),

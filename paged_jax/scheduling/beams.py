@@ -109,13 +109,15 @@ def collect(
 ) -> Beams:
     """Keep the best continuations of the rows of groups that have logits.
 
-    Log-probabilities are those under the raw logits.
+    Log-probabilities are those under the raw logits; NaN where these hold NaN or inf, or nothing
+    but -inf.
     """
     is_collected = has_logits & is_member(beams, rows)
     max_width, vocab = beams.next_tokens.shape[1], logits.shape[1]
 
     def best():
-        logprobs = logits - jax.nn.logsumexp(logits, axis=1, keepdims=True)
+        total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+        logprobs = jnp.where(jnp.isfinite(total), logits - total, jnp.nan)
         stops = jnp.take_along_axis(logprobs, jnp.maximum(stop_ids, 0), axis=1)
         target = jnp.where(stop_ids >= 0, stop_ids, vocab)
         each = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]

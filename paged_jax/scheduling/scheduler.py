@@ -41,6 +41,7 @@ from paged_jax.scheduling.plan import (
     first_plan,
     grow_running,
     max_budget_blocks,
+    num_reserved_blocks,
     num_step_blocks,
     plan_running,
     planned_writes,
@@ -74,8 +75,13 @@ def _is_eventful(plan: StepPlan, budget: Int[Array, ""]) -> Bool[Array, ""]:
         | (need > pool.num_free)
         | ~is_head_live(plan.cache, need, max_budget_blocks(plan))
         | _must_register(plan)
-        | may_admit(plan.cache, plan.seqs, plan.take, pool.num_free - need, budget)
+        | may_admit(plan.cache, plan.seqs, plan.take, _num_spare(plan), budget)
     )
+
+
+def _num_spare(plan: StepPlan) -> Int[Array, ""]:
+    """Count the free blocks that no running row will need."""
+    return plan.cache.pool.num_free - num_reserved_blocks(plan)
 
 
 def _registers_before_release(cache: PagedCache) -> bool:
@@ -114,20 +120,18 @@ def _events(plan: StepPlan, budget: Int[Array, ""]) -> StepPlan:
     end = ALLOCATE if has_allocate else DONE
 
     def turn(carry):
-        plan, reserved, phase = carry
+        plan, copies, phase = carry
         if has_allocate:
             plan = apply_if(phase == ALLOCATE, _allocate_now, plan)
         # What was computed is registered before any of it is released; what this step computes,
         # before another row looks it up.
         plan = _register_running(plan, jnp.where(phase == SETTLE, 0, plan.take))
         plan = apply_if(phase == SETTLE, lambda p: _settle(p, budget), plan)
-        reserved = jnp.where(phase == SETTLE, num_step_blocks(plan), reserved)
-        start = (plan, reserved, plan.num_preempted == 0)
-        plan, reserved, goes_on = apply_if(phase == ADMIT, lambda c: _admit_one(c, budget), start)
-        num_free = plan.cache.pool.num_free - reserved
-        goes_on &= may_admit(plan.cache, plan.seqs, plan.take, num_free, budget)
+        start = (plan, copies, plan.num_preempted == 0)
+        plan, copies, goes_on = apply_if(phase == ADMIT, lambda c: _admit_one(c, budget), start)
+        goes_on &= may_admit(plan.cache, plan.seqs, plan.take, _num_spare(plan) - copies, budget)
         after = jnp.where(goes_on, jnp.int32(ADMIT), jnp.int32(end))
-        return plan, reserved, jnp.where(phase == ALLOCATE, DONE, after)
+        return plan, copies, jnp.where(phase == ALLOCATE, DONE, after)
 
     plan = plan.replace(
         cache=_reset_late_directory(plan.cache), num_events=jnp.ones_like(plan.num_events)
@@ -201,8 +205,12 @@ def _evict_overwritten(plan: StepPlan) -> StepPlan:
 def _admit_one(
     carry: tuple[StepPlan, Int[Array, ""], Bool[Array, ""]], budget: Int[Array, ""]
 ) -> tuple[StepPlan, Int[Array, ""], Bool[Array, ""]]:
-    """Try to start the head of the waiting order; returns whether it was admitted."""
-    plan, reserved, _ = carry
+    """Try to start the head of the waiting order; returns whether it was admitted.
+
+    Also counts the blocks that those which started will copy in the next step.
+    """
+    plan, copies, _ = carry
+    reserved = num_reserved_blocks(plan) + copies
     budget_left = budget - jnp.sum(plan.take, dtype=jnp.int32)
     cache, seqs, outcome = admit(plan.cache, plan.seqs, budget_left, reserved)
     plan = plan.replace(
@@ -212,7 +220,7 @@ def _admit_one(
         queried=plan.queried + outcome.queried,
         hits=plan.hits + outcome.hits,
     )
-    return plan, reserved + outcome.reserved, outcome.is_admitted
+    return plan, copies + outcome.copies, outcome.is_admitted
 
 
 def _allocate_now(plan: StepPlan) -> StepPlan:

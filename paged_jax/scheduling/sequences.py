@@ -181,15 +181,17 @@ def append(
     """Append one token to each row that is given one, and finish the rows that it ends.
 
     A stop id ends a row (unless the row must be longer first), also as the last token that the row
-    may have. Otherwise its length does.
+    may have. Otherwise its length does. A token whose log-probability is not finite was not chosen
+    from anything: it is dropped, and the row is invalid.
     """
-    target = jnp.where(is_given, rows, seqs.num_rows)
+    is_valid = jnp.isfinite(logprobs)
+    target = jnp.where(is_given & is_valid, rows, seqs.num_rows)
     length = seqs.num_tokens[rows]
     is_stop = jnp.any(tokens[:, None] == seqs.sampling.stop_ids[rows], axis=1)
     is_stop &= length >= seqs.sampling.min_len[rows]
     is_full = length + 1 >= seqs.max_len[rows]
-    ended = jnp.where(is_stop | is_full, target, seqs.num_rows)
-    reason = jnp.where(is_stop, STOP, LENGTH)
+    ended = jnp.where(is_given & (is_stop | is_full | ~is_valid), rows, seqs.num_rows)
+    reason = jnp.where(is_valid, jnp.where(is_stop, STOP, LENGTH), INVALID)
     return seqs.replace(
         tokens=seqs.tokens.at[target, length].set(tokens, mode="drop"),
         logprobs=seqs.logprobs.at[target, length].set(logprobs, mode="drop"),
@@ -199,20 +201,19 @@ def append(
     )
 
 
-def abort(seqs: Sequences, rows: Int[Array, "k"]) -> Sequences:
+def abort(seqs: Sequences, is_aborted: Bool[Array, "R"]) -> Sequences:
     """Finish running or waiting rows where they stand; others are skipped.
 
     Blocks go back when the next step begins.
     """
-    rows = jnp.where(rows < seqs.num_rows, rows, seqs.num_rows)
-    status = seqs.status.at[rows].get(mode="fill", fill_value=EMPTY)
-    target = jnp.where((status == WAITING) | (status == RUNNING), rows, seqs.num_rows)
-    status = seqs.status.at[target].set(FINISHED, mode="drop")
+    status = seqs.status
+    is_ended = is_aborted & ((status == WAITING) | (status == RUNNING))
+    status = jnp.where(is_ended, FINISHED, status)
     return seqs.replace(
         status=status,
-        finish_reason=seqs.finish_reason.at[target].set(ABORT, mode="drop"),
+        finish_reason=jnp.where(is_ended, ABORT, seqs.finish_reason),
         waiting=waiting_order.keep(seqs.waiting, status == WAITING),
-        refused_row=jnp.full_like(seqs.refused_row, seqs.num_rows),
+        refused_row=jnp.where(jnp.any(is_ended), seqs.num_rows, seqs.refused_row),
     )
 
 

@@ -160,8 +160,6 @@ def test_wrong_arguments_of_the_engine_itself_are_named(engine):
         with pytest.raises(ConfigError, match="seed="):
             Engine(graphdef, params, engine.config, seed=seed)
     assert not engine.abort([])
-    with pytest.raises(InvalidRequestError, match="request_id="):
-        engine.num_outputs([])
     for widths in ((2, "a"), (None, 9), (9, 2)):
         with pytest.raises(ConfigError, match="widths="):
             Engine(*nnx.split(MODEL), EngineConfig(30, 40, 2, 9), widths=widths)

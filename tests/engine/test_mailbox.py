@@ -5,7 +5,7 @@ import pytest
 import engines
 from engines import news
 from paged_jax import BeamSearchParams, InvalidRequestError, SamplingParams
-from paged_jax.engine.mailbox import file, take
+from paged_jax.engine.mailbox import empty_mailbox, file, take
 from paged_jax.engine.report import Update
 from toy_decoder import ToyDecoder, random_prompts
 
@@ -19,16 +19,19 @@ def engine():
 
 
 def test_updates_of_one_output_are_joined_until_they_are_taken():
-    mail = {}
-    file(mail, Update("a", [5, 6], [-1.0, -2.0]))
-    file(mail, Update("b", [9], [-0.5]))
-    file(mail, Update("a", [7], [-3.0], "stop", 7))
-    file(mail, Update("a", [1], [-4.0], index=1))
-    assert take(mail, "a") == [
+    mailbox = empty_mailbox(2, num_prompt_tokens=3)
+    mailbox = file(mailbox, [Update("a", [5, 6], [-1.0, -2.0])])
+    mailbox = file(
+        mailbox,
+        [Update("a", [7], [-3.0], "stop", 7), Update("a", [1], [-4.0], index=1)],
+    )
+    assert mailbox.num_seen == (6, 4) and mailbox.has_ended == (True, False)
+    mailbox, updates = take(mailbox)
+    assert updates == [
         Update("a", [5, 6, 7], [-1.0, -2.0, -3.0], "stop", 7),
         Update("a", [1], [-4.0], index=1),
     ]
-    assert take(mail, "a") == [] and list(mail) == ["b"]
+    assert take(mailbox) == (mailbox, []) and mailbox.num_seen == (6, 4)
 
 
 def test_several_readers_each_get_all_of_their_own(engine):

@@ -7,6 +7,7 @@ from typing import Literal
 
 import jax
 
+from paged_jax.checks import show
 from paged_jax.models import gguf_model, gguf_tokenizer, hf_files, hf_model
 from paged_jax.models.errors import ModelLoadError
 from paged_jax.models.gguf_file import open_gguf
@@ -40,7 +41,7 @@ def load_model(
     """
     if not isinstance(path, str | os.PathLike):
         raise ModelLoadError(
-            f"model={path!r:.80}: a path or a name is needed, got {type(path).__name__}"
+            f"model={show(path)}: a path or a name is needed, got {type(path).__name__}"
         )
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")

@@ -12,6 +12,7 @@ from paged_jax.errors import (
     InvalidRequestError,
     NoProgressError,
     PagedJaxError,
+    UnknownOptionError,
 )
 from paged_jax.generate import Generated, generate
 from paged_jax.kv_group import FullAttention, SlidingWindow
@@ -39,6 +40,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SlidingWindow",
+    "UnknownOptionError",
     "Update",
     "allocate_slots",
     "check_integrity",

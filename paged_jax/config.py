@@ -6,13 +6,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from paged_jax.arrays import ceil_div
-from paged_jax.checks import MOST, check_bool, check_float, check_int
+from paged_jax.checks import MOST, check_bool, check_float, check_int, show
 from paged_jax.errors import ConfigError
 from paged_jax.kv_group import FullAttention, KVGroup
+from paged_jax.unknown_options import answers_unknown_options
 
 MOST_BLOCKS = 2**28  # places of the free queue, twice as many, are added up in 32 bits
 
 
+@answers_unknown_options
 @dataclass(frozen=True)
 class CacheConfig:
     """Sizes of a paged KV cache (`PagedCache.config`).
@@ -46,16 +48,10 @@ class CacheConfig:
         is_groups = isinstance(self.groups, tuple) and len(self.groups) > 0
         if not is_groups or not all(isinstance(group, KVGroup) for group in self.groups):
             raise ConfigError(
-                f"groups={self.groups!r}: a tuple of KV-cache groups is needed, (FullAttention(),)"
+                f"groups={show(self.groups)}: a tuple of KV-cache groups is needed, "
+                "(FullAttention(),)"
             )
-        try:
-            if self.dtype is None:  # numpy takes it for float64
-                raise TypeError("None")
-            object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
-        except TypeError as error:
-            raise ConfigError(f"dtype={self.dtype!r}: a floating-point dtype is needed") from error
-        if not jnp.issubdtype(self.dtype, jnp.floating):
-            raise ConfigError(f"dtype={self.dtype!r}: a floating-point dtype is needed")
+        object.__setattr__(self, "dtype", _page_dtype(self.dtype))
         check_bool("enable_prefix_caching", self.enable_prefix_caching, error=ConfigError)
         check_int("num_blocks", self.num_blocks, 1, MOST_BLOCKS, error=ConfigError)
         for name in ("num_blocks", "max_blocks_per_row"):
@@ -110,6 +106,7 @@ class CacheConfig:
         return self.max_blocks_per_row * self.block_size
 
 
+@answers_unknown_options
 @dataclass(frozen=True)
 class EngineConfig:
     """Sizes of an engine (`EngineState.config`): what it holds, and how much it computes in a step.
@@ -200,13 +197,35 @@ def token_widths(config: EngineConfig, widths: tuple[int, ...] | None = None) ->
     if widths is None:
         return tuple(sorted({config.max_num_seqs, budget}))
     if not isinstance(widths, tuple) or not widths:
-        raise ConfigError(f"widths={widths!r}: an ascending tuple of token counts is needed")
+        raise ConfigError(f"widths={show(widths)}: an ascending tuple of token counts is needed")
     widths = tuple(check_int("widths", width, 1, error=ConfigError) for width in widths)
     if list(widths) != sorted(set(widths)):
-        raise ConfigError(f"widths={widths!r}: an ascending tuple of token counts is needed")
+        raise ConfigError(f"widths={show(widths)}: an ascending tuple of token counts is needed")
     if widths[-1] != budget:
-        raise ConfigError(f"widths={widths!r}: the last must be max_num_batched_tokens={budget}")
+        raise ConfigError(
+            f"widths={show(widths)}: the last must be max_num_batched_tokens={budget}"
+        )
     return widths
+
+
+def _page_dtype(dtype: Any) -> str:
+    """Return the name of a dtype that pages can have. Raises ConfigError."""
+    wrong = ConfigError(f"dtype={show(dtype)}: a floating-point dtype is needed")
+    try:
+        if dtype is None:  # numpy takes it for float64
+            raise wrong
+        given = jnp.dtype(dtype)
+        if not jnp.issubdtype(given, jnp.floating):
+            raise wrong
+        usable = jnp.empty(0, given).dtype if given.itemsize <= 4 else jnp.result_type(float)
+    except (TypeError, ValueError) as error:
+        raise wrong from error
+    if usable.name != given.name:
+        raise ConfigError(
+            f"dtype={show(dtype)}: arrays of JAX are not of {given.name} here; at most "
+            f"{usable.name} is accepted (float64 where jax_enable_x64 is on)"
+        )
+    return given.name
 
 
 def _check_ints(config: Any, names: tuple[str, ...], least: int) -> None:

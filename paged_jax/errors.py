@@ -19,3 +19,7 @@ class NoProgressError(PagedJaxError, RuntimeError):
 
 class EngineClosedError(PagedJaxError, RuntimeError):
     """An engine whose state was lost in an interrupted or failed call; `reset()` opens it."""
+
+
+class UnknownOptionError(PagedJaxError, TypeError):
+    """A keyword that a function or class does not have; the message says what replaces it."""

@@ -26,6 +26,7 @@ from paged_jax.sampling.rows import SamplingRows
 from paged_jax.sampling.streams import split_seeds
 from paged_jax.scheduling import sequences
 from paged_jax.scheduling.sequences import INVALID, NewSequences
+from paged_jax.unknown_options import answers_unknown_options
 
 type ArrayLike = Array | np.ndarray
 type Numbers = float | ArrayLike | Sequence[float]  # one, or one a prompt
@@ -53,6 +54,7 @@ class Generated(struct.PyTreeNode):
     cache: PagedCache | None
 
 
+@answers_unknown_options
 def generate(
     graphdef: nnx.GraphDef,
     params: Any,

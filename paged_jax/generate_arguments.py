@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Int, Key, Shaped, UInt
 
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.checks import MOST, check_int
+from paged_jax.checks import MOST, check_int, show
 from paged_jax.config import CacheConfig, EngineConfig
 from paged_jax.engine.requests import max_blocks_held
 from paged_jax.errors import ConfigError, InvalidRequestError
@@ -93,7 +93,7 @@ def check_arguments(
     is_roomy = num_blocks is None and cache is None
     if cache is not None:
         if not isinstance(cache, PagedCache):
-            raise ConfigError(f"cache={cache!r:.80}: a PagedCache of `init_cache` is needed")
+            raise ConfigError(f"cache={show(cache)}: a PagedCache of `init_cache` is needed")
         num_blocks, block_size = cache.config.num_blocks, cache.config.block_size
     config = EngineConfig(
         num_blocks=2 if num_blocks is None else num_blocks,
@@ -182,15 +182,14 @@ def _to_ids(name: str, values: Any) -> Array:
             values = np.asarray(values)
         except ValueError as error:
             raise ConfigError(
-                f"{name}={values!r:.80}: rows of one length are needed, padded where shorter"
+                f"{name}={show(values)}: rows of one length are needed, padded where shorter"
             ) from error
         if not np.issubdtype(values.dtype, np.number):
             raise ConfigError(
-                f"{name}={values!r:.80}: int token ids and lengths are needed, not {values.dtype}"
+                f"{name}={show(values)}: int token ids and lengths are needed, not {values.dtype}"
             )
-        if values.dtype in (np.int64, np.uint64, np.uint32):
-            least = -(2**31) if values.dtype == np.int64 else 0
-            values = np.clip(values, least, 2**31 - 1).astype(np.int32)
+    if jnp.issubdtype(values.dtype, jnp.integer):
+        values = _clip_to_32_bits(values)
     return jnp.asarray(values)
 
 
@@ -203,7 +202,7 @@ def _check_key(key: Any) -> None:
     if not is_key:
         shape = f" has shape {key.shape} of {key.dtype};" if is_array else ""
         raise InvalidRequestError(
-            f"key={key!r:.80}:{shape} one key of jax.random is needed, `jax.random.key(0)`, or its "
+            f"key={show(key)}:{shape} one key of jax.random is needed, `jax.random.key(0)`, or its "
             f"{' or '.join(map(str, KEY_WORDS))} words as uint32"
         )
 
@@ -217,13 +216,13 @@ def _check_limits(max_new_tokens: Any, batch: int) -> np.ndarray:
     try:
         limits = np.asarray(max_new_tokens)
     except ValueError as error:  # rows of several lengths
-        raise InvalidRequestError(f"{name}={max_new_tokens!r:.80}: ints are needed") from error
+        raise InvalidRequestError(f"{name}={show(max_new_tokens)}: ints are needed") from error
     if not np.issubdtype(limits.dtype, np.integer) or limits.shape not in ((), (batch,)):
         raise InvalidRequestError(
-            f"{name}={max_new_tokens!r:.80}: an int, or one for each of {batch} prompts, is needed"
+            f"{name}={show(max_new_tokens)}: an int, or one for each of {batch} prompts, is needed"
         )
     if limits.min() < 1 or limits.max() > MOST:
-        raise InvalidRequestError(f"{name}={max_new_tokens!r:.80}: must be from 1 to {MOST}")
+        raise InvalidRequestError(f"{name}={show(max_new_tokens)}: must be from 1 to {MOST}")
     return np.broadcast_to(limits, (batch,)).astype(np.int32)
 
 
@@ -232,19 +231,26 @@ def _per_prompt(parameter: Parameter, value: Any, batch: int) -> Shaped[Array, "
     name = parameter.name
     try:
         given = value if isinstance(value, jax.Array) else np.asarray(value)
-        if isinstance(given, np.ndarray) and np.issubdtype(given.dtype, np.integer):
-            given = np.clip(given, -LARGEST_INT, LARGEST_INT).astype(np.int32)
-        array = jnp.asarray(given)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequestError(f"{name}={value!r:.80}: numbers are needed") from error
-    is_int, is_float = (jnp.issubdtype(array.dtype, kind) for kind in (jnp.integer, jnp.floating))
+        raise InvalidRequestError(f"{name}={show(value)}: numbers are needed") from error
+    is_int, is_float = (jnp.issubdtype(given.dtype, kind) for kind in (jnp.integer, jnp.floating))
     if not (is_int or (is_float and not parameter.is_int)):
         kind = "ints are" if parameter.is_int else "real numbers are"
-        raise InvalidRequestError(f"{name}: {array.dtype}; {kind} needed")
-    if array.shape not in ((), (batch,)):
+        raise InvalidRequestError(f"{name}={show(value)}: is of {given.dtype}; {kind} needed")
+    if given.shape not in ((), (batch,)):
         raise InvalidRequestError(
-            f"{name}: shape {array.shape}; one value, or one for each of {batch} prompts, is needed"
+            f"{name}: shape {given.shape}; one value, or one for each of {batch} prompts, is needed"
         )
-    if not isinstance(array, Tracer) and not np.all(parameter.accepts(np.asarray(array))):
-        raise InvalidRequestError(f"{name}={value!r:.80}: must be {parameter.accepted}")
-    return jnp.broadcast_to(array, (batch,))
+    if is_int:
+        given = _clip_to_32_bits(given)
+    if not isinstance(given, Tracer) and not np.all(parameter.is_accepted(np.asarray(given))):
+        raise InvalidRequestError(f"{name}={show(value)}: must be {parameter.accepted}")
+    return jnp.broadcast_to(jnp.asarray(given, parameter.dtype), (batch,))
+
+
+def _clip_to_32_bits(values: Any) -> Any:
+    """Return integers of any dtype as int32, those outside as the nearest inside."""
+    if jnp.iinfo(values.dtype).max <= LARGEST_INT:
+        return values.astype(np.int32)
+    least = max(jnp.iinfo(values.dtype).min, -LARGEST_INT)
+    return values.clip(least, LARGEST_INT).astype(np.int32)

@@ -7,6 +7,7 @@ from typing import Any
 
 from flax import nnx
 
+from paged_jax.checks import show
 from paged_jax.default_sizes import choose_sizes
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.report import STEPS_PER_DISPATCH, Update
@@ -24,8 +25,10 @@ from paged_jax.llm_arguments import (
 from paged_jax.models import Tokenizer, load_model
 from paged_jax.outputs import Delta, RequestOutput
 from paged_jax.sampling.parameters import Params
+from paged_jax.unknown_options import answers_unknown_options
 
 
+@answers_unknown_options
 class LLM:
     """Generate text with a model.
 
@@ -67,7 +70,8 @@ class LLM:
         if isinstance(model, nnx.Module):
             if dtype != "auto":
                 raise ConfigError(
-                    f"dtype={dtype!r}: a module keeps the dtype of its params; leave it at 'auto'"
+                    f"dtype={show(dtype)}: a module keeps the dtype of its params; leave it at "
+                    "'auto'"
                 )
             decoder: Any = model
         else:
@@ -150,7 +154,7 @@ class LLM:
         """
         if isinstance(prompt, list | tuple) and any(isinstance(part, str) for part in prompt):
             raise InvalidRequestError(
-                f"prompt={prompt!r:.80}: a stream is of one prompt, a text or token ids"
+                f"prompt={show(prompt)}: a stream is of one prompt, a text or token ids"
             )
         _, tokens = self._encode(prompt)
         request = self.engine.check_request(tokens, sampling_params, cache_salt=cache_salt)
@@ -286,7 +290,7 @@ class LLM:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
-                f"prompt={prompt!r:.80}: is not valid Unicode: {error.reason}"
+                f"prompt={show(prompt)}: is not valid Unicode: {error.reason}"
             ) from error
         is_template = isinstance(prompt, TemplateText)
         tokens = self._need_tokenizer().encode(prompt, add_special_tokens=not is_template)

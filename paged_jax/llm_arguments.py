@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from paged_jax.checks import show
 from paged_jax.errors import InvalidRequestError
 from paged_jax.sampling.parameters import BeamSearchParams, Params, SamplingParams
 
@@ -24,7 +25,7 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool
     many = (Sequence, np.ndarray, jax.Array)
     if not isinstance(prompts, many) or (isinstance(prompts, np.ndarray) and prompts.ndim == 0):
         raise InvalidRequestError(
-            f"prompts={prompts!r:.80}: a text, token ids, or a list of either is needed"
+            f"prompts={show(prompts)}: a text, token ids, or a list of either is needed"
         )
     is_alone = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], many))
     listed: Any = [prompts] if is_alone else list(prompts)
@@ -48,7 +49,7 @@ def _list(name: str, value: Any, count: int, types: tuple[type, ...], needed: st
     if isinstance(value, types):
         return [value] * count
     if not isinstance(value, Sequence):
-        raise InvalidRequestError(f"{name}={value!r:.80}: {needed}")
+        raise InvalidRequestError(f"{name}={show(value)}: {needed}")
     if len(value) != count:
         raise InvalidRequestError(f"{name}: {len(value)} for {count} prompts; one, or one a prompt")
     return list(value)
@@ -60,7 +61,7 @@ def list_conversations(
     """Return the conversations of a call as a list, each of them checked."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise InvalidRequestError(
-            f"messages={messages!r:.80}: a list of messages, or of such lists, is needed"
+            f"messages={show(messages)}: a list of messages, or of such lists, is needed"
         )
     if len(messages) == 0:
         raise InvalidRequestError("messages=[]: at least one message is needed")
@@ -72,13 +73,13 @@ def list_conversations(
 
 def _check_conversation(conversation: object) -> None:
     if not isinstance(conversation, Sequence) or isinstance(conversation, str):
-        raise InvalidRequestError(f"messages: {conversation!r:.80}; a list of messages is needed")
+        raise InvalidRequestError(f"messages: {show(conversation)}; a list of messages is needed")
     if len(conversation) == 0:
         raise InvalidRequestError("messages: []; at least one message is needed")
     for message in conversation:
         fields = message if isinstance(message, Mapping) else {}
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
             raise InvalidRequestError(
-                f"messages: {message!r:.80}; each must be a mapping with the texts 'role' and "
+                f"messages: {show(message)}; each must be a mapping with the texts 'role' and "
                 "'content'"
             )

@@ -18,7 +18,7 @@ from paged_jax.cache.block_table import BlockTables, missing_blocks
 from paged_jax.cache.copy_on_write import copies_needed, copy_on_write
 from paged_jax.cache.paged_cache import PagedCache, compact_head, grow, release_rows, share
 from paged_jax.cache.pages import copy_pages
-from paged_jax.checks import MOST
+from paged_jax.checks import MOST, show
 from paged_jax.errors import ConfigError
 
 type Ints = int | np.integer | np.ndarray | Array | Sequence[int]  # a scalar or one dimension
@@ -74,7 +74,7 @@ def fork(cache: PagedCache, parent: Ints, children: Ints) -> tuple[PagedCache, B
     _check_cache(cache)
     parents = _concrete_rows(cache, parent)
     if parents.shape != (1,):
-        raise ConfigError(f"parent={parent!r:.80}: one row is needed, got {parents.shape[0]}")
+        raise ConfigError(f"parent={show(parent)}: one row is needed, got {parents.shape[0]}")
     return _fork(cache, parents[0], _concrete_rows(cache, children))
 
 
@@ -94,7 +94,7 @@ def free(cache: PagedCache, rows: Ints) -> tuple[PagedCache, Bool[Array, ""]]:
 
 def _check_cache(cache: object) -> None:
     if not isinstance(cache, PagedCache):
-        raise ConfigError(f"cache={cache!r:.80}: a PagedCache of `init_cache` is needed")
+        raise ConfigError(f"cache={show(cache)}: a PagedCache of `init_cache` is needed")
 
 
 def _concrete_rows(cache: PagedCache, rows: Any) -> Int[Array, "k"]:
@@ -128,10 +128,10 @@ def _integers(name: str, values: Any) -> Any:
         try:
             values = np.asarray(values)
         except (TypeError, ValueError) as error:  # rows of several lengths, or no numbers
-            raise ConfigError(f"{name}={values!r:.80}: a row of ints is needed") from error
+            raise ConfigError(f"{name}={show(values)}: a row of ints is needed") from error
     is_integer = jnp.issubdtype(values.dtype, jnp.integer)
     if not is_integer or values.ndim > 1 or values.size == 0:
-        raise ConfigError(f"{name}={values!r:.80}: an int, or a row of ints, is needed")
+        raise ConfigError(f"{name}={show(values)}: an int, or a row of ints, is needed")
     return values.reshape(-1)
 
 

@@ -21,7 +21,9 @@ from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.block_table import BlockTables, init_tables
 from paged_jax.cache.pages import KVCache, init_pages
 from paged_jax.cache.prefix_directory import PrefixDirectory, init_directory
+from paged_jax.checks import show
 from paged_jax.config import CacheConfig
+from paged_jax.errors import ConfigError
 from paged_jax.kv_group import first_live_blocks, releasing_groups
 
 RELEASE_ROWS = 4  # rows released in one pass; few, because a pass costs this times the table width
@@ -43,7 +45,9 @@ class PagedCache(struct.PyTreeNode):
 
 
 def init_cache(config: CacheConfig) -> PagedCache:
-    """Return an empty cache of those sizes."""
+    """Return an empty cache of those sizes. Raises ConfigError for what is no CacheConfig."""
+    if not isinstance(config, CacheConfig):
+        raise ConfigError(f"config={show(config)}: a CacheConfig is needed")
     return PagedCache(
         pool=block_pool.init_pool(config.num_blocks),
         tables=init_tables(config.num_groups, config.num_rows, config.max_blocks_per_row),

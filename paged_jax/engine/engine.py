@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from paged_jax.cache import prefix_directory
-from paged_jax.checks import check_int
+from paged_jax.checks import check_int, show
 from paged_jax.config import EngineConfig, token_widths
 from paged_jax.engine import registry as books
 from paged_jax.engine.counters import Counters
@@ -145,11 +145,12 @@ class Engine:
             request_id = self.new_id()
         if not isinstance(request_id, str):
             raise InvalidRequestError(
-                f"request_id={request_id!r:.80}: a str is needed, got {type(request_id).__name__}"
+                f"request_id={show(request_id)}: a str is needed, got {type(request_id).__name__}"
             )
         if books.is_in_use(self._requests, request_id):
             raise InvalidRequestError(
-                f"request_id={request_id!r}: is in use; ids must differ among unfinished requests"
+                f"request_id={show(request_id)}: is in use; ids must differ among unfinished "
+                "requests"
             )
         request = self.check_request(
             prompt, sampling_params, request_id=request_id, cache_salt=cache_salt
@@ -216,7 +217,7 @@ class Engine:
         books.sweep(self._requests)
         if not isinstance(request_id, str) or not books.is_in_use(self._requests, request_id):
             raise InvalidRequestError(
-                f"request_id={request_id!r:.80}: is not in use; a request's last updates are taken "
+                f"request_id={show(request_id)}: is not in use; a request's last updates are taken "
                 "once"
             )
         return books.take_updates(self._requests, request_id)
@@ -225,7 +226,7 @@ class Engine:
     def is_finished(self, request_id: str) -> bool:
         """Return whether all outputs of a request have ended. Updates may still be there."""
         if not isinstance(request_id, str):
-            raise InvalidRequestError(f"request_id={request_id!r:.80}: a str is needed")
+            raise InvalidRequestError(f"request_id={show(request_id)}: a str is needed")
         books.sweep(self._requests)
         request = self._requests.live.get(request_id)
         return request is None or request.has_ended

@@ -9,6 +9,7 @@ from paged_jax.arrays import ceil_div
 from paged_jax.cache.block_table import BlockTables
 from paged_jax.cache.integrity import cache_faults, directory_entries
 from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.checks import show
 from paged_jax.engine.step import EngineState
 from paged_jax.errors import ConfigError
 from paged_jax.scheduling.sequences import EMPTY, FINISHED, RUNNING, WAITING
@@ -34,7 +35,7 @@ def check_integrity(state: PagedCache | EngineState) -> list[str]:
     if isinstance(state, PagedCache):
         return cache_faults(state)
     if not isinstance(state, EngineState):
-        raise ConfigError(f"state={state!r:.80}: a PagedCache or an EngineState is needed")
+        raise ConfigError(f"state={show(state)}: a PagedCache or an EngineState is needed")
     cache = state.cache
     faults = cache_faults(cache)
     tables, seqs = jax.device_get((cache.tables, state.seqs))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from paged_jax.checks import show
 from paged_jax.config import CacheConfig, EngineConfig
 from paged_jax.engine.mailbox import Mailbox, empty_mailbox
 from paged_jax.errors import InvalidRequestError
@@ -85,7 +86,7 @@ def check_prompt(prompt: object, vocab_size: int, max_model_len: int) -> list[in
         prompt = np.asarray(prompt)
     if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence | np.ndarray):
         raise InvalidRequestError(
-            f"prompt={prompt!r:.80}: a list of token ids is needed, got {type(prompt).__name__}"
+            f"prompt={show(prompt)}: a list of token ids is needed, got {type(prompt).__name__}"
         )
     if isinstance(prompt, np.ndarray) and prompt.ndim != 1:
         raise InvalidRequestError(
@@ -101,11 +102,11 @@ def check_prompt(prompt: object, vocab_size: int, max_model_len: int) -> list[in
     for position, token in enumerate(prompt):
         if isinstance(token, bool) or not isinstance(token, Integral):
             raise InvalidRequestError(
-                f"prompt[{position}]={token!r}: an int is needed, got {type(token).__name__}"
+                f"prompt[{position}]={show(token)}: an int is needed, got {type(token).__name__}"
             )
         if not 0 <= int(token) < vocab_size:
             raise InvalidRequestError(
-                f"prompt[{position}]={token}: token ids go from 0 to {vocab_size - 1}"
+                f"prompt[{position}]={show(token)}: token ids go from 0 to {vocab_size - 1}"
             )
     return [int(token) for token in prompt]
 
@@ -136,12 +137,12 @@ def make_request(
     """
     if not isinstance(params, SamplingParams | BeamSearchParams):
         raise InvalidRequestError(
-            f"sampling_params={params!r:.80}: SamplingParams or BeamSearchParams are needed, "
+            f"sampling_params={show(params)}: SamplingParams or BeamSearchParams are needed, "
             f"got {type(params).__name__}"
         )
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise InvalidRequestError(
-            f"cache_salt={cache_salt!r:.80}: a str is needed, got {type(cache_salt).__name__}"
+            f"cache_salt={show(cache_salt)}: a str is needed, got {type(cache_salt).__name__}"
         )
     _check_num_outputs(params, config)
     tokens = check_prompt(prompt, vocab_size, config.max_model_len)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Int
 from paged_jax.arrays import apply_if
 from paged_jax.cache.paged_cache import PagedCache, init_cache, release_passed_blocks
 from paged_jax.cache.pages import copy_pages
+from paged_jax.checks import show
 from paged_jax.config import EngineConfig, token_widths
 from paged_jax.engine.counters import Counters, add_totals, init_counters, raise_peaks
 from paged_jax.errors import ConfigError
@@ -59,6 +60,8 @@ def init_state(config: EngineConfig, model: Any, cache: PagedCache | None = None
     It works over `cache`, of which all rows must be empty, or over a new one. Raises ConfigError
     for a cache of other sizes than the engine's.
     """
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(f"config={show(config)}: an EngineConfig is needed")
     needed = config.cache_config(model)
     if cache is not None and cache.config != needed:
         raise ConfigError(f"cache: is of {cache.config}; the engine needs {needed}")

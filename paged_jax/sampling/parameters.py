@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.checks import check_bool, check_float, check_int
+from paged_jax.checks import check_bool, check_float, check_int, show
 from paged_jax.errors import InvalidRequestError
+from paged_jax.unknown_options import answers_unknown_options
 
 HOTTEST = 1e30  # well inside float32; far below, all tokens are equally likely
 GREEDY_BELOW = 1e-5  # vLLM's rule: a temperature under this means greedy
@@ -27,7 +28,7 @@ class Parameter(NamedTuple):
         dtype: on the device. Of an integer dtype only ints are taken.
         neutral: the value on the device of a row that does not sample.
         accepted: the values that are accepted, in words.
-        accepts: the same for a number or an array.
+        accepts: the same for a number or an array, which must hold in `dtype` too.
         is_off: the accepted values that mean the same as `neutral`.
     """
 
@@ -43,17 +44,24 @@ class Parameter(NamedTuple):
         """Whether only ints are taken."""
         return issubclass(self.dtype, np.integer)
 
+    def is_accepted(self, value: Any) -> Any:
+        """Return whether a number, or each of an array, is accepted as it is and in `dtype`."""
+        with np.errstate(over="ignore"):
+            narrow = np.asarray(value).astype(self.dtype)
+        return self.accepts(value) & self.accepts(narrow)
+
     def canonical(self, value: Any) -> Any:
         """Return the one form of equal values, for an accepted number or an array of `dtype`."""
         if isinstance(value, int | float):
             return type(value)(self.neutral) if self.is_off(value) else value
-        return jnp.where(self.is_off(value), self.dtype(self.neutral), value)
+        where: Any = np.where if isinstance(value, np.ndarray) else jnp.where
+        return where(self.is_off(value), self.dtype(self.neutral), value)
 
     def check(self, value: object) -> int | float:
         """Return `value` in canonical form. Raises InvalidRequestError where it is not accepted."""
         error = InvalidRequestError
         if not self.is_int:
-            number = check_float(self.name, value, self.accepted, self.accepts, error=error)
+            number = check_float(self.name, value, self.accepted, self.is_accepted, error=error)
             return self.canonical(number)
         number = check_int(self.name, value, -(2**63), None, error=error)
         if not self.accepts(number):
@@ -82,7 +90,7 @@ PARAMETERS = (
         name="top_p",
         dtype=np.float32,
         neutral=1,
-        accepted="in (0, 1]",
+        accepted="in (0, 1] as a float32",
         accepts=lambda x: (x > 0) & (x <= 1),
     ),
     Parameter(
@@ -95,6 +103,7 @@ PARAMETERS = (
 )
 
 
+@answers_unknown_options
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of one request. Raises InvalidRequestError naming the first that is not accepted.
@@ -151,6 +160,7 @@ class SamplingParams:
         return self.temperature == 0
 
 
+@answers_unknown_options
 @dataclass(frozen=True)
 class BeamSearchParams:
     """Beam search for one request: its `beam_width` best outputs, the best first.
@@ -178,15 +188,15 @@ class BeamSearchParams:
         penalty = check_float(
             "length_penalty",
             self.length_penalty,
-            "a finite number",
-            lambda x: True,
+            "a finite float32",
+            lambda x: abs(x) <= float(np.finfo(np.float32).max),
             error=InvalidRequestError,
         )
         _put(self, "length_penalty", penalty)
         stopping = self.early_stopping
         if not isinstance(stopping, bool | str) or stopping not in (True, False, "never"):
             raise InvalidRequestError(
-                f"early_stopping={stopping!r}: must be True, False or 'never'"
+                f"early_stopping={show(stopping)}: must be True, False or 'never'"
             )
         check_bool("ignore_eos", self.ignore_eos, error=InvalidRequestError)
 
@@ -198,7 +208,7 @@ def check_ids(name: str, ids: Any) -> tuple[int, ...]:
     """Return a sequence of token ids as plain ints. Raises InvalidRequestError."""
     is_row = isinstance(ids, Sequence) or (isinstance(ids, np.ndarray) and ids.ndim == 1)
     if isinstance(ids, str | bytes) or not is_row:
-        raise InvalidRequestError(f"{name}={ids!r:.80}: a sequence of token ids is needed")
+        raise InvalidRequestError(f"{name}={show(ids)}: a sequence of token ids is needed")
     return tuple(check_int(name, token, 0, None, error=InvalidRequestError) for token in ids)
 
 

@@ -1,9 +1,10 @@
 """What the host does for a request, by how many there are: add, abort, serve, take. us a request.
 
-    python benchmarks/many_requests.py
+python benchmarks/many_requests.py
 """
 
 import time
+from itertools import pairwise
 
 from flax import nnx
 
@@ -40,7 +41,7 @@ def main() -> None:
         for request_id in ids:
             engine.take(request_id)
         mark()
-        spent = [(b - a) * 1e6 / count for a, b in zip(times, times[1:], strict=False)]
+        spent = [(b - a) * 1e6 / count for a, b in pairwise(times)]
         spent[1] *= 2  # half of them were aborted
         print(f"{count:>10} " + " ".join(f"{each:8.1f}" for each in spent))
 

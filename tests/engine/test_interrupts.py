@@ -1,18 +1,17 @@
 """Whoever is interrupted, at whatever place, leaves an engine that serves everybody else."""
 
 import gc
-import logging
 import random
 import signal
 import threading
 import time
-from contextlib import contextmanager
 
 import jax
 import pytest
-from interrupt import run_interrupted
 
 import engines
+from compilations import compilations
+from interrupt import run_interrupted
 from paged_jax import (
     LLM,
     BeamSearchParams,
@@ -285,7 +284,7 @@ def test_clean_up_runs_nothing_and_compiles_nothing(how):
     llm.engine._programs = type(programs)(
         *(lambda *_, name=name: calls.append(name) for name in programs._fields)
     )
-    with jax.log_compiles(), counted_compilations() as compiled:
+    with compilations() as compiled:
         if how == "close":
             stream.close()
         elif how == "collected":
@@ -299,23 +298,6 @@ def test_clean_up_runs_nothing_and_compiles_nothing(how):
     (beam,) = llm.engine._requests.queue
     llm.engine.abort(beam)
     assert not llm.engine.has_unfinished()
-
-
-@contextmanager
-def counted_compilations():
-    """What jax says that it compiles or traces."""
-    found = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            found.append(record.getMessage())
-
-    logger, keep = logging.getLogger("jax"), Keep()
-    logger.addHandler(keep)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(keep)
 
 
 # ---------------------------------------------------------------- threads

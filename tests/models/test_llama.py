@@ -189,7 +189,7 @@ def test_wrong_number_of_page_arrays_is_refused():
         ),
         ({"head_dim": 7}, "head_dim=7: must be even"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps must be positive, got 0.0"),
-        ({"dtype": "float16"}, "dtype must be one of float32, bfloat16, got 'float16'"),
+        ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, got 'int8'"),
         ({"windows": (4,)}, "windows names 1 layers, the model has 3"),
         ({"windows": (0, 4, 4)}, "a window must be at least one token, got 0"),
         ({"eos_token_ids": (64,)}, "eos_token_ids names 64, the vocabulary has 64"),

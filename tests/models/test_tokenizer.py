@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from paged_jax.models import Detokenizer, MissingExtraError, ModelLoadError, Tokenizer
 from paged_jax.models.gguf_file import GGUFFile
 from paged_jax.models.gguf_tokenizer import read_tokenizer
-from paged_jax.models.hf_files import read_tokenizer as read_hf_tokenizer
+from paged_jax.models.hf_tokenizer import read_tokenizer as read_hf_tokenizer
 from paged_jax.models.tokenizer import BYTE_OF_CHAR
 
 CHARS = {byte: char for char, byte in BYTE_OF_CHAR.items()}

@@ -3,7 +3,7 @@
 It needs transformers 5 and torch, which are no dependencies of this project. In an environment of
 its own, from the root of the repository:
 
-    pip install transformers torch safetensors numpy
+    pip install transformers torch safetensors numpy ml_dtypes
     python tests/models/make_expected.py
 
 It writes `tests/data/variants`: the classes' defaults, logits of every variant, and what tokenizers
@@ -19,9 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
 import transformers  # noqa: E402
 from transformers.utils.chat_template_utils import render_jinja_template  # noqa: E402
 
+import variants  # noqa: E402
 from text_cases import (  # noqa: E402
     BROKEN,
     CHAT,
@@ -102,8 +105,24 @@ def write(name, values):
     (TARGET / name).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
+def logits(name, defaults):
+    """Return a variant's logits [POSITIONS, COLUMNS] in float32."""
+    with tempfile.TemporaryDirectory() as made:
+        variants.write(name, made, defaults)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            made, dtype=torch.float32, output_loading_info=True
+        )
+    assert not info["missing_keys"] and not info["mismatched_keys"], (name, info)
+    with torch.no_grad():
+        found = model.eval()(torch.tensor(variants.TOKENS.astype(np.int64))[None]).logits[0]
+    return found[list(variants.POSITIONS), : variants.COLUMNS].numpy()
+
+
 if __name__ == "__main__":
     TARGET.mkdir(exist_ok=True)
-    write("class-defaults.json", class_defaults())
+    defaults = class_defaults()
+    write("class-defaults.json", defaults)
     write("tokenizers.json", {name: tokenizer_results(name) for name in DIRECTORIES})
     write("templates.json", template_results())
+    expected = {name: logits(name, defaults) for name in variants.VARIANTS}
+    np.savez_compressed(TARGET / "logits.npz", **expected)

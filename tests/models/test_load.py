@@ -24,6 +24,7 @@ from paged_jax.models import (
     load_model,
 )
 from paged_jax.models.chat_template import render
+from paged_jax.models.generation_settings import read_generation_settings
 from paged_jax.models.gguf_file import open_gguf
 from paged_jax.models.gguf_model import TEMPLATES as GGUF_NAMES
 from paged_jax.models.hf_tensors import TEMPLATES as HF_NAMES
@@ -192,6 +193,18 @@ def test_a_gguf_vocabulary_is_not_read_where_a_tokenizer_is_given(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", "llama", metadata=unreadable)
     given = Tokenizer(Backend(BPE()))
     assert load_model(path, tokenizer=given)[1] is given
+
+
+def test_the_sampling_that_a_gguf_file_advises_is_read(tmp_path):
+    metadata = [
+        ("general.sampling.temp", 0.5),
+        ("general.sampling.top_k", 20),
+        ("general.sampling.penalty_repeat", 1.25),
+    ]
+    path = write_gguf(tmp_path / "model.gguf", "llama", metadata=metadata)
+    advised = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.25}
+    assert read_generation_settings(path) == advised
+    assert read_generation_settings(write_gguf(tmp_path / "plain.gguf", "llama")) == {}
 
 
 def test_gguf_end_of_text_ids_outside_the_vocabulary_are_dropped(tmp_path):

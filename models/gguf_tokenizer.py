@@ -19,7 +19,10 @@ SPECIAL_NAMES = {
     "bos_token": "bos",
     "eos_token": "eos",
     "unk_token": "unknown",
+    "sep_token": "seperator",  # the format's spelling
     "pad_token": "padding",
+    "cls_token": "cls",
+    "mask_token": "mask",
 }
 
 
@@ -53,8 +56,13 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer | None:
     backend = byte_level_bpe(vocabulary, merges, PATTERNS[pre], file.path)
     special = _special_tokens(file, tokens)
     _add_unsplit_tokens(backend, tokens, types)
-    if metadata.get("tokenizer.ggml.add_bos_token", PATTERNS[pre] == "llama3"):
-        frame(backend, special.get("bos_token"), None)
+    starts = metadata.get("tokenizer.ggml.add_bos_token", PATTERNS[pre] == "llama3")
+    ends = metadata.get("tokenizer.ggml.add_eos_token", False)
+    frame(
+        backend,
+        special.get("bos_token") if starts else None,
+        special.get("eos_token") if ends else None,
+    )
     template = metadata.get("tokenizer.chat_template")
     return Tokenizer(backend, chat_template=template, special_tokens=special)
 

@@ -102,7 +102,7 @@ def _windows(keys: ConfigKeys) -> tuple[int | None, ...]:
         return ()
     kinds = keys.get("layer_types")
     if kinds is None:
-        num_full = min(keys.get("max_window_layers") or 0, num_layers)
+        num_full = min(max(keys.get("max_window_layers") or 0, 0), num_layers)
         kinds = [FULL] * num_full + [SLIDING] * (num_layers - num_full)
     if bad := [kind for kind in kinds if kind not in (FULL, SLIDING)]:
         raise ModelLoadError(

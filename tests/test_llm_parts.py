@@ -11,7 +11,7 @@ from flax import nnx
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from paged_jax import LLM, ConfigError, SamplingParams
+from paged_jax import LLM, ConfigError, InvalidRequestError, SamplingParams
 from paged_jax.generation_defaults import sampling_params
 from paged_jax.models import Tokenizer
 from small_checkpoint import llama
@@ -57,6 +57,14 @@ def test_a_checkpoint_of_float16_stays_one_and_so_do_its_pages(dtype, tmp_path):
     llm = LLM(tmp_path, dtype=dtype, **SIZES)
     assert {x.dtype for x in jax.tree.leaves(llm.engine.params)} == {jnp.dtype("float16")}
     assert {x.dtype for x in jax.tree.leaves(llm.engine.state.cache.kv)} == {jnp.dtype("float16")}
+
+
+@pytest.mark.parametrize("template", ["{{ 1 + 'a' }}", "{{ x.y }}", "{% if %}", "{{ 1 // 0 }}"])
+def test_whatever_a_template_raises_is_an_error_of_the_request(template):
+    tokenizer = Tokenizer(Backend(BPE()), chat_template=template)
+    llm = LLM(MODEL, tokenizer=tokenizer, **SIZES)
+    with pytest.raises(InvalidRequestError, match="messages: the chat template failed"):
+        llm.chat([{"role": "user", "content": "hi"}])
 
 
 ADVISED = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.05}

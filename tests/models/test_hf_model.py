@@ -68,6 +68,7 @@ def test_a_key_that_the_family_does_not_read_counts_for_nothing(tmp_path):
         ({}, ()),  # 28 full layers come first
         ({"max_window_layers": 1}, (None, 8, 8)),
         ({"max_window_layers": 0}, (8, 8, 8)),
+        ({"max_window_layers": -1}, (8, 8, 8)),
         ({"max_window_layers": 0, "use_sliding_window": False}, ()),
         ({"max_window_layers": 0, "sliding_window": None}, ()),
         ({"max_window_layers": 0, "sliding_window": 512}, ()),

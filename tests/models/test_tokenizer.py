@@ -121,6 +121,14 @@ def test_bos_is_put_first_where_the_file_says():
     assert byte_level(ggml__bos_token_id=261).encode("he") == [256]
 
 
+def test_eos_is_put_last_and_other_roles_reach_the_template_where_the_file_says():
+    assert byte_level(ggml__add_eos_token=True).encode("he") == [256, 261]
+    both = {"ggml__bos_token_id": 260, "ggml__add_bos_token": True, "ggml__add_eos_token": True}
+    assert byte_level(**both).encode("he") == [260, 256, 261]
+    roles = byte_level(ggml__seperator_token_id=260, ggml__mask_token_id=262).special_tokens
+    assert roles == {"eos_token": "<|end|>", "sep_token": "12", "mask_token": "<tool>"}
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [

@@ -143,7 +143,7 @@ def memory(engine):
     return len(arrays), sum(array.nbytes for array in arrays), host
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("no_annotation_checks")
 @pytest.mark.parametrize("name", MODELS)
 def test_two_thousand_requests_leave_no_trace_and_each_is_as_alone(name):

@@ -156,9 +156,12 @@ OPERATIONS = {
 
 
 STRIDES = {"run": 4}  # most of its places are those of dispatch and collect
+LONG = ("add", "run", "reset")
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.soak] * (n in LONG)) for n in OPERATIONS]
+)
 def test_an_engine_interrupted_anywhere_serves_all_others(llm, name):
     places, closed = sweep_places(llm, OPERATIONS[name], STRIDES.get(name, 1))
     assert places > 10
@@ -183,7 +186,7 @@ def stream(others, llm):
         deltas.close()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("operation", [generate, stream])
 def test_a_call_of_llm_interrupted_anywhere_leaves_nothing_behind(llm, operation):
     places, _ = sweep_places(llm, lambda others: operation(others, llm), stride=5)

@@ -15,7 +15,7 @@ CUDA_TESTS := tests/test_cuda_compile.py tests/test_cuda_kernels_compile.py
 # Two processes, each with files of its own: nearly all of the time is compiling.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-fast test-kernels test-oldest test-cuda-compile lint format bench clean
+.PHONY: setup demo test test-fast test-kernels test-soak test-oldest test-cuda-compile lint format bench clean
 
 setup: $(READY)
 
@@ -45,17 +45,21 @@ demo: $(READY)
 	$(RUN) examples/generate.py
 
 test: $(READY)
-	$(RUN) -m pytest -q --durations=15 -m "not kernels" $(TWO)
+	$(RUN) -m pytest -q --durations=15 -m "not kernels and not soak" $(TWO)
 
 test-fast: $(READY)
-	$(RUN) -m pytest -q -m "not slow and not kernels" $(TWO)
+	$(RUN) -m pytest -q -m "not slow and not kernels and not soak" $(TWO)
 
 # Sweeps over the interpreted kernels and the sizes of the XLA forms.
 test-kernels: $(READY)
 	$(RUN) -m pytest -q --durations=10 -m kernels $(TWO) tests/kernels
 
+# Thousands of random requests with aborts and interrupts, and an interrupt at each place of the host's code.
+test-soak: $(READY)
+	$(RUN) -m pytest -q --durations=10 -m soak -n 2 tests/test_soak.py tests/engine
+
 test-oldest: .venv-oldest/.ready
-	.venv-oldest/bin/python -m pytest -q $(TWO) $(CORE_TESTS)
+	.venv-oldest/bin/python -m pytest -q -m "not soak" $(TWO) $(CORE_TESTS)
 
 # Without the compiler's wheels nothing is compiled, and it says so.
 test-cuda-compile:

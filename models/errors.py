@@ -1,6 +1,8 @@
 """What loaders raise."""
 
 import importlib
+import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -40,3 +42,9 @@ def load_errors(origin: object) -> Iterator[None]:
         raise
     except ValueError as error:
         raise ModelLoadError(f"{origin}: {error}") from error
+
+
+def warn(message: str) -> None:
+    """Warn of a checkpoint that is used otherwise than its files say, at the caller's line."""
+    package = os.path.dirname(os.path.dirname(__file__))
+    warnings.warn(message, UserWarning, skip_file_prefixes=(package,))

@@ -61,6 +61,8 @@ class _Keys:
 def read_config(file: GGUFFile, dtype: str) -> LlamaConfig:
     """Read the decoder's config from the metadata and from which tensors the file has.
 
+    All but the ids that end an answer.
+
     Raises ModelLoadError.
     """
     keys = _Keys(file)
@@ -96,7 +98,6 @@ def read_config(file: GGUFFile, dtype: str) -> LlamaConfig:
             out_bias="blk.0.attn_output.bias" in tensors,
             mlp_bias="blk.0.ffn_gate.bias" in tensors,
             qk_norm="blk.0.attn_q_norm.weight" in tensors,
-            eos_token_ids=_eos_token_ids(keys),
             dtype=dtype,
         )
 
@@ -140,25 +141,29 @@ def _head_dim(keys: _Keys, default: int) -> int:
 
 
 def _rope(keys: _Keys) -> RopeConfig:
-    """Read base and scaling. A tensor of factors, where there is one, is the whole scaling."""
+    """Read base and scaling as llama.cpp does.
+
+    A type that is absent is "linear", a factor of 0 is none, the factor has an older name, and a
+    tensor of factors multiplies it. Factor 2 and a tensor `[1, 4]` are the factors `(2, 8)`.
+    """
     theta = keys.get("rope.freq_base", float, 10000.0)
-    kind = keys.get("rope.scaling.type", str, "none")
-    factor = keys.get("rope.scaling.factor", float, 0.0)
-    legacy = keys.get("rope.scale_linear", float, 0.0)
+    kind = keys.get("rope.scaling.type", str, "linear")
     if kind not in ("none", "linear"):
         raise ModelLoadError(
             f"{keys.file.path}: rope type {kind!r} is unsupported, expected none or linear"
         )
+    older = keys.get("rope.scale_linear", float, 0.0)
+    factor = keys.get("rope.scaling.factor", float, older) or 1.0
+    factor = factor if kind == "linear" else 1.0
     if ROPE_FACTORS in keys.file.tensors:
-        factors = keys.file.read(ROPE_FACTORS).astype(float).ravel().tolist()
-        return RopeConfig(theta, "factors", factors=tuple(factors))
-    if kind == "linear" or legacy > 0:
-        return RopeConfig(theta, "linear", factor or legacy or 1.0)
-    return RopeConfig(theta)
+        factors = keys.file.read(ROPE_FACTORS).astype(float).ravel() * factor
+        return RopeConfig(theta, "factors", factors=tuple(factors.tolist()))
+    return RopeConfig(theta) if factor == 1 else RopeConfig(theta, "linear", factor)
 
 
-def _eos_token_ids(keys: _Keys) -> tuple[int, ...]:
+def stated_ids(file: GGUFFile) -> tuple[int, ...]:
     """Read the ids that end an answer: end of text, of turn and of message."""
+    keys = _Keys(file)
     names = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     ids = [keys.read(name, int) for name in names if name in keys.file.metadata]
-    return tuple(dict.fromkeys(ids))
+    return tuple(ids)

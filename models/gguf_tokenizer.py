@@ -2,28 +2,27 @@
 
 from typing import Any
 
+from paged_jax.models.byte_level_bpe import Pattern, byte_level_bpe, frame
 from paged_jax.models.errors import ModelLoadError, require
 from paged_jax.models.gguf_file import GGUFFile
 from paged_jax.models.tokenizer import Tokenizer
 
-# How text is split before merging, by the file's name for it. None is GPT-2's pattern, which
-# byte-level BPE has built in.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA3, QWEN2 = _WORDS % "1,3", _WORDS % "1"
-PATTERNS = {
-    **dict.fromkeys(("default", "gpt-2", "smollm"), None),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
+# How text is split before merging, by the file's name for it.
+PATTERNS: dict[str, Pattern] = {
+    **dict.fromkeys(("default", "gpt-2"), "gpt2"),
+    "smollm": "digits",
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama3"),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
 }
 CONTROL, USER_DEFINED = 3, 4  # types of tokens that text is never split within
 SPECIAL_NAMES = {
     "bos_token": "bos",
     "eos_token": "eos",
     "unk_token": "unknown",
+    "sep_token": "seperator",  # the format's spelling
     "pad_token": "padding",
+    "cls_token": "cls",
+    "mask_token": "mask",
 }
 
 
@@ -53,46 +52,19 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer | None:
             f"{file.path}: 'tokenizer.ggml.token_type' has {len(types)} entries, "
             f"expected {len(tokens)}"
         )
-    backend = _byte_level_bpe(file, tokens, merges, pre)
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    backend = byte_level_bpe(vocabulary, merges, PATTERNS[pre], file.path)
     special = _special_tokens(file, tokens)
     _add_unsplit_tokens(backend, tokens, types)
-    if metadata.get("tokenizer.ggml.add_bos_token", PATTERNS[pre] is LLAMA3):
-        _start_with(backend, special.get("bos_token"))
+    starts = metadata.get("tokenizer.ggml.add_bos_token", PATTERNS[pre] == "llama3")
+    ends = metadata.get("tokenizer.ggml.add_eos_token", False)
+    frame(
+        backend,
+        special.get("bos_token") if starts else None,
+        special.get("eos_token") if ends else None,
+    )
     template = metadata.get("tokenizer.chat_template")
     return Tokenizer(backend, chat_template=template, special_tokens=special)
-
-
-def _byte_level_bpe(
-    file: GGUFFile, tokens: list[str], merges: list[tuple[str, str]], pre: str
-) -> Any:
-    """Build a backend that splits text as the pre-tokenizer `pre` does, without added tokens.
-
-    Raises ModelLoadError where merges and tokens do not fit.
-    """
-    tokenizers = require("tokenizers", "a tokenizer")
-    pre_tokenizers = tokenizers.pre_tokenizers
-    pattern = PATTERNS[pre]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    # Llama 3 encodes a word that is a token as that token, whatever the merges make of it.
-    try:
-        model = tokenizers.models.BPE(vocabulary, merges, ignore_merges=pattern is LLAMA3)
-    except Exception as error:  # the package raises a bare Exception
-        raise ModelLoadError(
-            f"{file.path}: the vocabulary and merges make no tokenizer: {error}"
-        ) from error
-    backend = tokenizers.Tokenizer(model)
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    if pattern is not None:
-        splits = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")]
-    elif pre == "smollm":
-        splits = [pre_tokenizers.Digits(individual_digits=True)]
-    else:
-        splits = []
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
-    if pattern is QWEN2:
-        backend.normalizer = tokenizers.normalizers.NFC()
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    return backend
 
 
 def _add_unsplit_tokens(backend: Any, tokens: list[str], types: list[int]) -> None:
@@ -105,17 +77,6 @@ def _add_unsplit_tokens(backend: Any, tokens: list[str], types: list[int]) -> No
 
     backend.add_special_tokens(added(CONTROL, True))
     backend.add_tokens(added(USER_DEFINED, False))
-
-
-def _start_with(backend: Any, bos: str | None) -> None:
-    """Let every encoded text begin with the token `bos`, if there is one."""
-    if bos is None:
-        return
-    tokenizers = require("tokenizers", "a tokenizer")
-    special = [(bos, backend.token_to_id(bos))]
-    backend.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=special
-    )
 
 
 def _special_tokens(file: GGUFFile, tokens: list[str]) -> dict[str, str]:

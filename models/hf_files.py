@@ -1,4 +1,4 @@
-"""The files of a Hugging Face model directory: JSON, safetensors, tokenizer."""
+"""The files of a Hugging Face model directory: JSON and safetensors."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 
 from paged_jax.models.errors import ModelLoadError, require
-from paged_jax.models.tokenizer import Tokenizer
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 type Kind = type | tuple[type, ...]
 
@@ -36,18 +34,23 @@ class Settings:
             return default
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            names = " or ".join(k.__name__ for k in kinds)
-            raise ModelLoadError(f"{self.origin}: key {key!r} must be {names}, got {value!r}")
+            raise ModelLoadError(
+                f"{self.origin}: key {key!r} must be {_names(kind)}, got {value!r:.80}"
+            )
         return value
 
     def need(self, key: str, kind: Kind) -> Any:
         """Return the value. Raises ModelLoadError also where it is absent or null."""
         value = self.get(key, kind)
         if value is None:
-            raise ModelLoadError(
-                f"{self.origin}: key {key!r} is missing, expected {getattr(kind, '__name__', kind)}"
-            )
+            fault = "is null" if key in self.values else "is missing"
+            raise ModelLoadError(f"{self.origin}: key {key!r} {fault}, expected {_names(kind)}")
         return value
+
+
+def _names(kind: Kind) -> str:
+    """Return types in words: `(float, int) -> "float or int"`."""
+    return " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
 
 
 def read_json(path: Path) -> Settings:
@@ -59,6 +62,11 @@ def read_json(path: Path) -> Settings:
     if not isinstance(values, dict):
         raise ModelLoadError(f"{path}: expected a JSON object, got {type(values).__name__}")
     return Settings(values, str(path))
+
+
+def read_json_if_there(path: Path) -> Settings:
+    """Read a JSON object as `read_json` does; without a file, the object is empty."""
+    return read_json(path) if path.exists() else Settings({}, str(path))
 
 
 class SafetensorsFiles:
@@ -94,36 +102,6 @@ class SafetensorsFiles:
         return values
 
 
-def read_tokenizer(directory: Path) -> Tokenizer | None:
-    """Read the tokenizer beside the model.
-
-    Returns None where there is no tokenizer.json. Raises ModelLoadError where it is damaged.
-    """
-    path = directory / "tokenizer.json"
-    if not path.exists():
-        return None
-    tokenizers = require("tokenizers", f"reading {path.name}")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises a bare Exception
-        raise ModelLoadError(f"{path}: cannot be read as a tokenizer: {error}") from error
-    settings_path = directory / "tokenizer_config.json"
-    template_path = directory / "chat_template.jinja"
-    settings = Settings({}, str(settings_path))
-    if settings_path.exists():
-        settings = read_json(settings_path)
-    if template_path.exists():
-        template = template_path.read_text(encoding="utf-8")
-    else:
-        template = _chat_template(settings)
-    special = {}
-    for role in SPECIAL_TOKENS:
-        token = settings.get(role, (str, dict))
-        if token is not None:
-            special[role] = token["content"] if isinstance(token, dict) else token
-    return Tokenizer(backend, chat_template=template, special_tokens=special)
-
-
 def _file_of_tensor(directory: Path) -> dict[str, str]:
     """Return each tensor's file name. Raises ModelLoadError for a bad index or absent files."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
@@ -150,11 +128,3 @@ def _open(path: Path) -> Any:
         raise ModelLoadError(
             f"{path}: cannot be read as safetensors, it may be cut off: {error}"
         ) from error
-
-
-def _chat_template(settings: Settings) -> str | None:
-    """Return the config's chat template; of several with names, the one called "default"."""
-    template = settings.get("chat_template", (str, list))
-    if isinstance(template, list):
-        template = next((t["template"] for t in template if t.get("name") == "default"), None)
-    return template

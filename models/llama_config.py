@@ -7,7 +7,7 @@ from paged_jax.checks import check_int
 from paged_jax.kv_group import KVGroup, attention_group
 from paged_jax.models.rope import RopeConfig, inverse_frequencies
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "float16", "bfloat16")
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -34,7 +34,7 @@ class LlamaConfig:
         qkv_bias, out_bias, mlp_bias: these products have a bias.
         qk_norm: queries and keys of each head are normed before they are rotated.
         eos_token_ids: ids that end an answer.
-        dtype: of newly made parameters, float32 or bfloat16; computation follows the parameters.
+        dtype: of newly made parameters, one of DTYPES; computation follows the parameters.
     """
 
     vocab_size: int

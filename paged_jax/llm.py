@@ -11,7 +11,8 @@ from paged_jax.checks import show
 from paged_jax.default_sizes import choose_sizes
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.report import STEPS_PER_DISPATCH, Update
-from paged_jax.errors import ConfigError, EngineClosedError, InvalidRequestError
+from paged_jax.errors import EngineClosedError, InvalidRequestError
+from paged_jax.generation_defaults import sampling_params
 from paged_jax.jobs import GrowingOutput, Job, progress_bar
 from paged_jax.llm_arguments import (
     Message,
@@ -22,9 +23,10 @@ from paged_jax.llm_arguments import (
     list_prompts,
     list_salts,
 )
-from paged_jax.models import Tokenizer, load_model
+from paged_jax.llm_parts import read_parts
+from paged_jax.models import Tokenizer
 from paged_jax.outputs import Delta, RequestOutput
-from paged_jax.sampling.parameters import Params
+from paged_jax.sampling.parameters import Params, SamplingParams
 from paged_jax.unknown_options import answers_unknown_options
 
 
@@ -38,8 +40,9 @@ class LLM:
 
     Args:
         model: a path or name for `load_model`, or a decoder module (`paged_jax.models.Decoder`).
-        tokenizer: for a module; without one, prompts are token ids and outputs have no text.
-        dtype: of the params, "auto", "float32" or "bfloat16"; a module keeps its own.
+        tokenizer: instead of a checkpoint's own, which is then not read. Without any, prompts are
+            token ids and outputs have no text.
+        dtype: of the params, see `load_model`; a module keeps its own.
         num_blocks: of the KV cache; None takes what memory allows, and no more than all sequences
             can use.
         max_model_len: tokens of a sequence, prompt and output; None is the model's, or what the
@@ -67,17 +70,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         seed: int = 0,
     ):
-        if isinstance(model, nnx.Module):
-            if dtype != "auto":
-                raise ConfigError(
-                    f"dtype={show(dtype)}: a module keeps the dtype of its params; leave it at "
-                    "'auto'"
-                )
-            decoder: Any = model
-        else:
-            decoder, loaded = load_model(model, dtype)
-            tokenizer = loaded if tokenizer is None else tokenizer
-        self.tokenizer = tokenizer
+        decoder, self.tokenizer, self._generation_settings = read_parts(model, tokenizer, dtype)
         config = choose_sizes(
             decoder,
             block_size=block_size,
@@ -159,6 +152,13 @@ class LLM:
         _, tokens = self._encode(prompt)
         request = self.engine.check_request(tokens, sampling_params, cache_salt=cache_salt)
         return self._stream(tokens, sampling_params, cache_salt, request.num_outputs)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return what the model's generation_config.json gives, and our defaults for the rest.
+
+        Warns of what is not supported or not accepted, and leaves it out.
+        """
+        return sampling_params(self._generation_settings)
 
     def stats(self) -> dict[str, int | float]:
         """Return what the engine did so far, as of the last dispatch that was read.

@@ -46,23 +46,27 @@ def compiled(graphdef):
     """Return one step as a compiled function, the same one for equal models."""
 
     # Compiling takes the time of these tests, so LLVM is told to take less of it.
-    @partial(jax.jit, compiler_options={"xla_llvm_disable_expensive_passes": True})
-    def step(params, tokens, batch, k_pages, v_pages):
-        model = nnx.merge(graphdef, params)
-        hidden, k_pages, v_pages = model(tokens, batch, k_pages, v_pages)
-        return model.logits(hidden), k_pages, v_pages
+    options = {"xla_llvm_disable_expensive_passes": True}
+    return jax.jit(partial(step, graphdef), compiler_options=options)
 
-    return step
+
+def step(graphdef, params, tokens, batch, k_pages, v_pages):
+    """Return a step's logits and the pages."""
+    model = nnx.merge(graphdef, params)
+    hidden, k_pages, v_pages = model(tokens, batch, k_pages, v_pages)
+    return model.logits(hidden), k_pages, v_pages
 
 
 class Sequence:
     """The cache of one sequence of up to 64 tokens.
 
     Its blocks are scattered, each group has another block table, and what is not written is NaN.
+    Many models that are run once are run faster operation by operation: not `is_compiled`.
     """
 
-    def __init__(self, model, *, dtype="float32"):
+    def __init__(self, model, *, dtype="float32", is_compiled=True):
         self.graphdef, self.params = nnx.split(model)
+        self.step = compiled(self.graphdef) if is_compiled else partial(step, self.graphdef)
         self.length = 0
         num_groups = len(model.kv_groups)
         self.num_blocks = 1 + num_groups * MAX_BLOCKS
@@ -90,16 +94,16 @@ class Sequence:
             num_seqs=np.array(1, np.int32),
         )
         padded = np.pad(np.asarray(tokens), (0, padding)).astype(np.int32)
-        step = compiled(self.graphdef)
-        logits, self.k_pages, self.v_pages = step(
-            self.params, padded, batch, self.k_pages, self.v_pages
+        arrays = jax.tree.map(jnp.asarray, (padded, batch))
+        logits, self.k_pages, self.v_pages = self.step(
+            self.params, *arrays, self.k_pages, self.v_pages
         )
         return np.asarray(logits)[:count]
 
 
-def logits_of(model, tokens, *, chunks=None, dtype="float32"):
+def logits_of(model, tokens, *, chunks=None, dtype="float32", is_compiled=True):
     """Return the logits [len(tokens), V], computed at once or in chunks of the given sizes."""
-    sequence = Sequence(model, dtype=dtype)
+    sequence = Sequence(model, dtype=dtype, is_compiled=is_compiled)
     pieces = np.split(np.asarray(tokens), np.cumsum(chunks)[:-1] if chunks else [])
     return np.concatenate([sequence.push(piece) for piece in pieces])
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -362,7 +363,7 @@ class Engine:
         """Start again with new pages and the same params.
 
         All requests are kept: those that had begun are computed again, in order of arrival, and
-        give those tokens that were not filed yet. Cached contents are gone.
+        give those tokens that were not filed yet. Cached contents are gone; counters go on.
         """
         self._lost_in = "reset"
         config = self.config
@@ -370,7 +371,10 @@ class Engine:
             array.delete()  # room for the new ones
         self._flying.clear()
         books.requeue(self._requests)
-        self.state = init_state(config, nnx.merge(self._graphdef, self.params))
+        state = init_state(config, nnx.merge(self._graphdef, self.params))
+        if self.counters is not None:
+            state = state.replace(counters=jax.tree.map(jnp.asarray, self.counters))
+        self.state = state
         self._lost_in = None
 
     def _check_open(self) -> None:

@@ -1,18 +1,17 @@
 """Whoever is interrupted, at whatever place, leaves an engine that serves everybody else."""
 
 import gc
-import logging
 import random
 import signal
 import threading
 import time
-from contextlib import contextmanager
 
 import jax
 import pytest
-from interrupt import run_interrupted
 
 import engines
+from compilations import compilations
+from interrupt import run_interrupted
 from paged_jax import (
     LLM,
     BeamSearchParams,
@@ -157,9 +156,12 @@ OPERATIONS = {
 
 
 STRIDES = {"run": 4}  # most of its places are those of dispatch and collect
+LONG = ("add", "run", "reset")
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.soak] * (n in LONG)) for n in OPERATIONS]
+)
 def test_an_engine_interrupted_anywhere_serves_all_others(llm, name):
     places, closed = sweep_places(llm, OPERATIONS[name], STRIDES.get(name, 1))
     assert places > 10
@@ -184,7 +186,7 @@ def stream(others, llm):
         deltas.close()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("operation", [generate, stream])
 def test_a_call_of_llm_interrupted_anywhere_leaves_nothing_behind(llm, operation):
     places, _ = sweep_places(llm, lambda others: operation(others, llm), stride=5)
@@ -285,7 +287,7 @@ def test_clean_up_runs_nothing_and_compiles_nothing(how):
     llm.engine._programs = type(programs)(
         *(lambda *_, name=name: calls.append(name) for name in programs._fields)
     )
-    with jax.log_compiles(), counted_compilations() as compiled:
+    with compilations() as compiled:
         if how == "close":
             stream.close()
         elif how == "collected":
@@ -299,23 +301,6 @@ def test_clean_up_runs_nothing_and_compiles_nothing(how):
     (beam,) = llm.engine._requests.queue
     llm.engine.abort(beam)
     assert not llm.engine.has_unfinished()
-
-
-@contextmanager
-def counted_compilations():
-    """What jax says that it compiles or traces."""
-    found = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            found.append(record.getMessage())
-
-    logger, keep = logging.getLogger("jax"), Keep()
-    logger.addHandler(keep)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(keep)
 
 
 # ---------------------------------------------------------------- threads

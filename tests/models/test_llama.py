@@ -169,6 +169,19 @@ def test_a_step_compiles_once_and_bfloat16_parameters_give_float32_logits_near_t
     np.testing.assert_allclose(logits, exact, atol=0.15)
 
 
+def test_float16_does_not_overflow_where_values_fit_but_their_squares_do_not():
+    """Squares beyond 65504 occur in norms, sums of products in scores and logits."""
+    model, tokens = make(num_layers=2, qk_norm=True), np.arange(1, 20)
+    graphdef, params = nnx.split(model)
+    params["embed"][...] = params["embed"][...] * 2000
+    exact = logits_of(nnx.merge(graphdef, params), tokens)
+    low = nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.float16), params))
+    assert low.dtype == "float16" and float(jnp.abs(low.embed[...]).max()) > 300
+    logits = logits_of(low, tokens, dtype="float16")
+    assert logits.dtype == np.float32 and np.isfinite(logits).all()
+    np.testing.assert_allclose(logits, exact, atol=0.05)
+
+
 def test_wrong_number_of_page_arrays_is_refused():
     sequence = Sequence(make())
     sequence.k_pages = sequence.k_pages[:2]
@@ -189,7 +202,7 @@ def test_wrong_number_of_page_arrays_is_refused():
         ),
         ({"head_dim": 7}, "head_dim=7: must be even"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps must be positive, got 0.0"),
-        ({"dtype": "float16"}, "dtype must be one of float32, bfloat16, got 'float16'"),
+        ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, got 'int8'"),
         ({"windows": (4,)}, "windows names 1 layers, the model has 3"),
         ({"windows": (0, 4, 4)}, "a window must be at least one token, got 0"),
         ({"eos_token_ids": (64,)}, "eos_token_ids names 64, the vocabulary has 64"),

@@ -12,12 +12,22 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
 
-from paged_jax.models import MissingExtraError, ModelLoadError, RopeConfig, load_model
+from paged_jax import ConfigError
+from paged_jax.models import (
+    MissingExtraError,
+    ModelLoadError,
+    RopeConfig,
+    Tokenizer,
+    load_model,
+)
 from paged_jax.models.chat_template import render
+from paged_jax.models.generation_settings import read_generation_settings
 from paged_jax.models.gguf_file import open_gguf
 from paged_jax.models.gguf_model import TEMPLATES as GGUF_NAMES
-from paged_jax.models.hf_model import TEMPLATES as HF_NAMES
+from paged_jax.models.hf_tensors import TEMPLATES as HF_NAMES
 from paged_jax.models.rope import inverse_frequencies
 from run_model import TINY
 
@@ -81,7 +91,8 @@ def write_gguf(path, name, kind=Q.F32, *, metadata=(), drop=(), extra=(), archit
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config["rope_parameters"]["factor"])
     for key, value in metadata:
-        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+        kinds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        kinds[type(value)](key, value)
     for role, template in HF_NAMES.items():
         for layer in range(config["num_hidden_layers"]) if "{layer}" in template else (None,):
             for part in ("weight", "bias"):
@@ -149,70 +160,75 @@ def test_gguf_rope_factors_are_llama3_scaling(tmp_path):
     )
 
 
+TYPE, FACTOR = "llama.rope.scaling.type", "llama.rope.scaling.factor"
+OLDER = "llama.rope.scale_linear"
+
+
 @pytest.mark.parametrize(
-    ("stored", "auto"), [("float16", "bfloat16"), ("bfloat16", "bfloat16"), ("float32", "float32")]
+    ("metadata", "factor"),
+    [
+        ([(FACTOR, 4.0)], 4.0),
+        ([(OLDER, 4.0)], 4.0),
+        ([(FACTOR, 2.0), (OLDER, 4.0)], 2.0),
+        ([(TYPE, "linear"), (FACTOR, 4.0)], 4.0),
+        ([(TYPE, "none"), (FACTOR, 4.0)], 1.0),
+        ([(TYPE, "none"), (OLDER, 4.0)], 1.0),
+        ([(FACTOR, 0.0)], 1.0),
+        ([(TYPE, "linear")], 1.0),
+    ],
+)
+def test_a_gguf_rope_factor_without_a_type_is_linear(metadata, factor, tmp_path):
+    """llama.cpp's rule: the type is linear where it is absent, and a factor of 0 is none."""
+    path = write_gguf(tmp_path / "model.gguf", "llama", metadata=metadata)
+    rope = load_model(path)[0].config.rope
+    assert rope == (RopeConfig(1e4, "linear", factor) if factor != 1 else RopeConfig(1e4))
+    factors = ("rope_freqs.weight", np.arange(1, 9, dtype=np.float32))
+    path = write_gguf(tmp_path / "both.gguf", "llama", metadata=metadata, extra=[factors])
+    rope = load_model(path)[0].config.rope
+    assert rope.factors == tuple(i * factor for i in range(1, 9))
+
+
+def test_a_gguf_vocabulary_is_not_read_where_a_tokenizer_is_given(tmp_path):
+    unreadable = [("tokenizer.ggml.model", "llama")]
+    path = write_gguf(tmp_path / "model.gguf", "llama", metadata=unreadable)
+    given = Tokenizer(Backend(BPE()))
+    assert load_model(path, tokenizer=given)[1] is given
+
+
+def test_the_sampling_that_a_gguf_file_advises_is_read(tmp_path):
+    metadata = [
+        ("general.sampling.temp", 0.5),
+        ("general.sampling.top_k", 20),
+        ("general.sampling.penalty_repeat", 1.25),
+    ]
+    path = write_gguf(tmp_path / "model.gguf", "llama", metadata=metadata)
+    advised = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.25}
+    assert read_generation_settings(path) == advised
+    assert read_generation_settings(write_gguf(tmp_path / "plain.gguf", "llama")) == {}
+
+
+def test_gguf_end_of_text_ids_outside_the_vocabulary_are_dropped(tmp_path):
+    path = write_gguf(
+        tmp_path / "model.gguf", "llama", metadata=[("tokenizer.ggml.eom_token_id", 300)]
+    )
+    with pytest.warns(UserWarning, match=r"end-of-text ids \[300\] are ignored"):
+        assert load_model(path)[0].eos_token_ids == (2, 9)
+
+
+@pytest.mark.parametrize(
+    ("stored", "auto"), [("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "float32")]
 )
 def test_auto_is_the_dtype_of_the_checkpoint(checkpoint, stored, auto):
     directory = checkpoint()
     edit_tensors(
         directory, lambda t: t.update({k: v.astype(jax.numpy.dtype(stored)) for k, v in t.items()})
     )
-    for dtype, expected in (("auto", auto), ("float32", "float32"), ("bfloat16", "bfloat16")):
+    named = {name: name for name in ("float32", "float16", "bfloat16")}
+    objects = {jax.numpy.float16: "float16", np.dtype("float32"): "float32", "half": "float16"}
+    for dtype, expected in {"auto": auto, **named, **objects}.items():
         model, _ = load_model(directory, dtype)
         assert {x.dtype.name for x in jax.tree.leaves(params_of(model))} == {expected}
         assert model.config.dtype == expected
-
-
-def test_both_spellings_of_rope_are_read(checkpoint):
-    directory = checkpoint(
-        "llama3-rope",
-        rope_parameters=None,
-        rope_theta=5e5,
-        rope_scaling={
-            "type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    )
-    assert load_model(directory)[0].config.rope == RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)
-
-
-def test_qwen_windows_only_where_the_config_says(checkpoint):
-    directory = checkpoint(
-        "qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=1, layer_types=None
-    )
-    windows = lambda: load_model(directory)[0].config.windows  # noqa: E731
-    assert windows() == (None, 8, 8)
-    edit(
-        directory / "config.json",
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    )
-    assert windows() == (8, None, 8)
-    edit(directory / "config.json", sliding_window=512)
-    assert windows() == ()
-    edit(directory / "config.json", sliding_window=8, use_sliding_window=False)
-    assert windows() == ()
-
-
-def test_every_id_that_ends_an_answer_is_read(checkpoint):
-    directory = checkpoint()
-    edit(directory / "generation_config.json", eos_token_id=[5, 6, 5])
-    assert load_model(directory)[0].eos_token_ids == (5, 6)
-    (directory / "generation_config.json").unlink()
-    assert load_model(directory)[0].eos_token_ids == (2,)
-
-
-def test_tensors_that_repeat_others_are_passed_over(checkpoint):
-    directory = checkpoint(tie_word_embeddings=True)
-    edit_tensors(
-        directory,
-        lambda t: t.update(
-            {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
-        ),
-    )
-    assert not hasattr(load_model(directory)[0], "head")
 
 
 BAD_CONFIGS = [
@@ -221,7 +237,7 @@ BAD_CONFIGS = [
         {"model_type": "gpt_bigcode"},
         "architecture 'gpt_bigcode' is unknown, known are llama, mistral, qwen2, qwen3",
     ),
-    ({"hidden_size": None}, "key 'hidden_size' is missing, expected int"),
+    ({"hidden_size": None}, "tensor 'model.embed_tokens.weight' has shape (256, 64)"),
     ({"hidden_size": "64"}, "key 'hidden_size' must be int, got '64'"),
     ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is unsupported, expected 'silu'"),
@@ -504,10 +520,11 @@ def test_paths_that_lead_nowhere_are_refused(tmp_path):
         match="does not exist: expected a directory, a GGUF file or one of smollm2-135m",
     ):
         load_model(tmp_path / "absent")
-    with pytest.raises(
-        ValueError, match="dtype must be one of auto, float32, bfloat16, got 'int8'"
-    ):
-        load_model(TINY / "llama", "int8")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="dtype='int8': must be auto, float32, float16, bfloat16"):
+        load_model(TINY / "llama", "int8")
+    for wrong in (None, 5, "float17", jax.numpy.float64, "torch.float16"):
+        with pytest.raises(ConfigError, match="must be auto, float32"):
+            load_model(TINY / "llama", wrong)
 
 
 def test_a_packaged_model_that_is_not_installed_says_how(monkeypatch):

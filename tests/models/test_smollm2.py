@@ -6,7 +6,7 @@ import json
 import pytest
 
 from paged_jax.models.gguf_file import open_gguf
-from paged_jax.models.gguf_model import read_config
+from paged_jax.models.gguf_model import stated_ids
 from paged_jax.models.gguf_tokenizer import read_tokenizer
 from paged_jax.models.load import packaged_model
 from run_model import DATA
@@ -32,7 +32,7 @@ def tokenizer(file):
 
 
 def test_text_encodes_and_decodes_as_recorded(file, tokenizer):
-    assert read_config(file, "float32").eos_token_ids == (2,) == (tokenizer.eos_token_id,)
+    assert stated_ids(file) == (2,) == (tokenizer.eos_token_id,)
     for row in ROWS:
         assert tokenizer.encode(row["text"]) == row["prompt_token_ids"]
         assert tokenizer.decode(row["prompt_token_ids"], skip_special_tokens=False) == row["text"]

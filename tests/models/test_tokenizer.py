@@ -12,10 +12,10 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from paged_jax.models import Detokenizer, MissingExtraError, ModelLoadError, Tokenizer
+from paged_jax.models.decoder_steps import BYTE_OF_CHAR
 from paged_jax.models.gguf_file import GGUFFile
 from paged_jax.models.gguf_tokenizer import read_tokenizer
-from paged_jax.models.hf_files import read_tokenizer as read_hf_tokenizer
-from paged_jax.models.tokenizer import BYTE_OF_CHAR
+from paged_jax.models.hf_tokenizer import read_tokenizer as read_hf_tokenizer
 
 CHARS = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 SPACE = CHARS[0x20]
@@ -119,6 +119,14 @@ def test_bos_is_put_first_where_the_file_says():
     assert byte_level(**with_bos).encode("he") == [261, 256]
     assert byte_level(**with_bos).encode("he", add_special_tokens=False) == [256]
     assert byte_level(ggml__bos_token_id=261).encode("he") == [256]
+
+
+def test_eos_is_put_last_and_other_roles_reach_the_template_where_the_file_says():
+    assert byte_level(ggml__add_eos_token=True).encode("he") == [256, 261]
+    both = {"ggml__bos_token_id": 260, "ggml__add_bos_token": True, "ggml__add_eos_token": True}
+    assert byte_level(**both).encode("he") == [260, 256, 261]
+    roles = byte_level(ggml__seperator_token_id=260, ggml__mask_token_id=262).special_tokens
+    assert roles == {"eos_token": "<|end|>", "sep_token": "12", "mask_token": "<tool>"}
 
 
 @pytest.mark.parametrize(
@@ -251,3 +259,117 @@ def test_split_patterns_are_valid():
         tokenizer = byte_level(ggml__pre=pre)
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert pre_tokenizers.Split(Regex(r"\p{N}"), "isolated") is not None
+
+
+def hf_directory(directory, **files):
+    """Write the byte-level tokenizer.json and JSON files by name."""
+    KINDS["byte level"].backend.save(str(directory / "tokenizer.json"))
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (directory / f"{name}.json").write_text(text)
+    return directory
+
+
+def test_additional_special_tokens_are_special_and_reach_the_template(tmp_path):
+    config = {"chat_template": "{{ additional_special_tokens | join('+') }}{{ sep_token }}"}
+    special_map = {"additional_special_tokens": ["<a>", {"content": "<b>"}], "sep_token": "<sep>"}
+    tokenizer = read_hf_tokenizer(
+        hf_directory(
+            tmp_path,
+            tokenizer_config=config,
+            special_tokens_map=special_map,
+            added_tokens={"<b>": 264, "<a>": 263},
+        )
+    )
+    assert tokenizer is not None and tokenizer.encode("<a><b><sep>") == [263, 264, 265]
+    assert tokenizer.special_ids >= {263, 264, 265}
+    assert tokenizer.apply_chat_template([]) == "<a>+<b><sep>"
+
+
+BAD_FILES = [
+    ({"added_tokens": {"<x>": 300}}, "token '<x>' is to have the id 300, but the next .* is 263"),
+    ({"added_tokens": {"<x>": "263"}}, "key '<x>' must be int, got '263'"),
+    ({"added_tokens": "{"}, "added_tokens.json: cannot be read as JSON"),
+    ({"special_tokens_map": "[]"}, "special_tokens_map.json: expected a JSON object, got list"),
+    ({"special_tokens_map": {"eos_token": {"a": 1}}}, "key 'eos_token' has {'a': 1}, expected"),
+    ({"tokenizer_config": {"extra_special_tokens": [5]}}, "'extra_special_tokens' has 5, expected"),
+    (
+        {"tokenizer_config": {"added_tokens_decoder": {"x": {"content": "a"}}}},
+        "key 'added_tokens_decoder' has 'x', expected ids",
+    ),
+    (
+        {"tokenizer_config": {"added_tokens_decoder": {"300": {"content": "<x>"}}}},
+        "token '<x>' is to have the id 300",
+    ),
+    (
+        {"tokenizer_config": {"added_tokens_decoder": {"3": "a b"}}},
+        "token 'a b' is to have the id 3",
+    ),
+    ({"tokenizer_config": {"chat_template": [{"name": "default"}]}}, "key 'chat_template' must be"),
+]
+
+
+@pytest.mark.parametrize(("files", "message"), BAD_FILES)
+def test_a_bad_file_beside_the_tokenizer_is_named(files, message, tmp_path):
+    with pytest.raises(ModelLoadError, match=message) as error:
+        read_hf_tokenizer(hf_directory(tmp_path, **files))
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_token_of_the_vocabulary_keeps_its_id(tmp_path):
+    directory = hf_directory(tmp_path, added_tokens={"hell": 900})
+    tokenizer = read_hf_tokenizer(directory)
+    assert tokenizer is not None and tokenizer.encode("hell") == [258]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"tokenizer_config": {"tokenizer_class": "LlamaTokenizer"}},
+            "is 'LlamaTokenizer', expected",
+        ),
+        (
+            {"tokenizer_config": {}},
+            "'tokenizer_class' is None, expected one of GPT2Tokenizer, Qwen2",
+        ),
+        ({"config": {"model_type": "llama"}}, "'tokenizer_class' is None, expected one of"),
+        (
+            {"tokenizer_config": {"tokenizer_class": "GPT2Tokenizer"}, "vocab": "["},
+            r"vocab.json, merges.txt: cannot be read",
+        ),
+        (
+            {"tokenizer_config": {"tokenizer_class": "GPT2Tokenizer"}, "vocab": {"a": 0}},
+            "the vocabulary and merges make no tokenizer",
+        ),
+    ],
+)
+def test_a_vocabulary_of_an_unknown_class_or_form_is_refused(files, message, tmp_path):
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\n")
+    hf_directory(tmp_path, **({"vocab": {"h": 0, "e": 1, "he": 2}} | files))
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ModelLoadError, match=message) as error:
+        read_hf_tokenizer(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_vocabulary_without_a_class_is_of_the_family_of_the_model(tmp_path):
+    (tmp_path / "merges.txt").write_text("h e\n")
+    hf_directory(tmp_path, vocab={"h": 0, "e": 1, "he": 2}, config={"model_type": "qwen3"})
+    (tmp_path / "tokenizer.json").unlink()
+    tokenizer = read_hf_tokenizer(tmp_path)
+    assert tokenizer is not None and tokenizer.encode("he") == [2]
+    assert tokenizer.special_tokens["eos_token"] == "<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [decoders.WordPiece(), decoders.CTC(), decoders.Strip(" ", 0, 1), decoders.BPEDecoder()],
+    ids=lambda decoder: type(decoder).__name__,
+)
+def test_a_decoder_that_needs_the_whole_list_is_refused(decoder, tmp_path):
+    backend = Backend(models.BPE())
+    backend.decoder = decoder
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ModelLoadError, match=r"tokenizer.json: decoder .* is unsupported"):
+        read_hf_tokenizer(tmp_path)

@@ -5,7 +5,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2] / "paged_jax"
+ROOT = Path(__file__).parents[1] / "paged_jax"
 TOOL = 4
 EVENTS = sys.monitoring.events
 WATCHED = (EVENTS.LINE, EVENTS.PY_START, EVENTS.PY_RETURN, EVENTS.CALL, EVENTS.C_RETURN)

@@ -5,6 +5,7 @@ python benchmarks/many_requests.py
 
 import time
 from itertools import pairwise
+from typing import Any
 
 from flax import nnx
 
@@ -16,7 +17,9 @@ COUNTS = (1000, 10_000)
 
 
 def main() -> None:
-    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2)
+    sizes: dict[str, Any] = dict(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2
+    )
     model = Llama(LlamaConfig(**sizes, num_kv_heads=1, max_model_len=32), rngs=nnx.Rngs(0))
     config = EngineConfig(1024, 32, 256, 512, num_rows=512, block_size=4)
     engine = Engine(*nnx.split(model), config)

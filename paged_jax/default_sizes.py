@@ -23,6 +23,7 @@ def choose_sizes(
     max_num_seqs: Any,
     max_num_batched_tokens: Any,
     enable_prefix_caching: Any,
+    watermark: Any,
 ) -> EngineConfig:
     """Return the config of an engine for `decoder`, with sizes for what is None.
 
@@ -52,6 +53,7 @@ def choose_sizes(
         max_num_batched_tokens=budget,
         block_size=block_size,
         enable_prefix_caching=enable_prefix_caching,
+        watermark=watermark,
     )
 
 

@@ -51,6 +51,7 @@ class LLM:
         max_num_batched_tokens: token budget of a step.
         enable_prefix_caching: prompts that begin like earlier ones, or like another's output, skip
             that part.
+        watermark: share of the blocks that stays free when a sequence starts beside others.
         seed: of the random streams of requests that have none.
 
     Raises ConfigError naming a size that cannot work, and what `load_model` raises.
@@ -68,6 +69,7 @@ class LLM:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool = True,
+        watermark: float = 0.0,
         seed: int = 0,
     ):
         decoder, self.tokenizer, self._generation_settings = read_parts(model, tokenizer, dtype)
@@ -79,6 +81,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
+            watermark=watermark,
         )
         self.engine = Engine(*nnx.split(decoder), config, seed=seed)
 

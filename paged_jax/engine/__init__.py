@@ -8,7 +8,8 @@ report      what the host learns of a dispatch
 mailbox     updates of a request, until they are taken
 registry    requests by where they are, and the rows that they have
 exclusive   one thread at a time
+intake      requests from their arrival to their last update
 roots       what the cached contents of a salt begin with
-engine      requests in, updates out, between dispatches
+engine      what serves them: dispatches, one after another
 integrity   the public checker of a cache or an engine
 """

@@ -219,6 +219,7 @@ def run_with_alarm(operation, delay):
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer
 @pytest.mark.parametrize("operation", [generate, stream])
 def test_a_real_signal_at_any_moment_leaves_everybody_else_served(llm, operation):
     draw, engine = random.Random(0), llm.engine

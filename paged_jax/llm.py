@@ -85,6 +85,7 @@ class LLM:
         )
         self.engine = Engine(*nnx.split(decoder), config, seed=seed)
 
+    @answers_unknown_options
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -111,6 +112,7 @@ class LLM:
         salts = list_salts(cache_salt, len(listed))
         return self._generate(listed, params, salts, progress, is_alone)
 
+    @answers_unknown_options
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -136,6 +138,7 @@ class LLM:
             raise InvalidRequestError(f"messages: {error}") from error
         return TemplateText(text)
 
+    @answers_unknown_options
     def stream(
         self,
         prompt: Prompt,
@@ -185,10 +188,12 @@ class LLM:
 
         No content that the old ones computed is hit.
         """
+        self.engine.reopen()
         self.engine.update_params(params)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached contents. False, and nothing is changed, while requests run."""
+        self.engine.reopen()
         return self.engine.reset_prefix_cache()
 
     # ---------------------------------------------------------------- requests
@@ -218,6 +223,7 @@ class LLM:
         # All are checked before the first is queued: what goes wrong above leaves nothing behind.
         jobs = {self.engine.new_id(): each for each in ready}
         bar = progress_bar(len(jobs)) if progress and jobs else None
+        abandon = self.engine.abandoner()
         try:
             for request_id, (job, one, salt) in jobs.items():
                 self._add(request_id, job.prompt_tokens, one, salt)
@@ -230,7 +236,7 @@ class LLM:
                 if bar is not None:
                     bar(len(update.token_ids), has_ended)
         finally:
-            self.engine.abandon(jobs)  # of those that have ended nothing is left
+            abandon(jobs)  # of those that have ended nothing is left
             if bar is not None:
                 bar(None, False)
         return [output for output in outputs if output is not None]
@@ -262,13 +268,14 @@ class LLM:
         try:
             self.engine.advance(steps)
         except EngineClosedError:
-            self.engine.reset()
+            self.engine.reopen()
 
     def _stream(
         self, tokens: list[int], params: Params | None, cache_salt: str | None, count: int
     ) -> Iterator[Delta]:
         request_id = self.engine.new_id()
         texts = [GrowingOutput(self.tokenizer) for _ in range(count)]
+        abandon = self.engine.abandoner()
         try:
             self._add(request_id, tokens, params, cache_salt)
             for update in self._updates({request_id: count}, steps=1):
@@ -281,7 +288,7 @@ class LLM:
                     update.index,
                 )
         finally:
-            self.engine.abandon([request_id])
+            abandon((request_id,))
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, Any]:
         """Return a prompt's text, if it is one, and its tokens."""

@@ -75,6 +75,10 @@ REPLACEMENTS = {
     "ignore_eos": "ignore_eos of SamplingParams; eos_ids left out of `generate`",
     "logprobs": f"{_NONE}: outputs always have the log-probabilities of their tokens",
     "prompt_logprobs": _NONE,
+    "use_tqdm": "progress",
+    "add_generation_prompt": f"{_NONE}: it is always added",
+    "lora_request": _NONE,
+    "priority": f"{_NONE}: first come, first served",
     "detokenize": f"{_NONE}: an LLM with a tokenizer returns text",
     "skip_special_tokens": _NONE,
     "include_stop_str_in_output": f"{_NONE}: a stop token stays in the output",
@@ -92,7 +96,7 @@ def answers_unknown_options[T](target: T) -> T:
         for name, parameter in inspect.signature(called).parameters.items()
         if parameter.kind is not parameter.VAR_KEYWORD and name != "self"
     ]
-    owner = getattr(target, "__name__", "")
+    owner = getattr(target, "__qualname__", "")
 
     @functools.wraps(called)
     def call(*args, **kwargs):

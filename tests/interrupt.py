@@ -1,5 +1,6 @@
 """Exceptions at chosen places of our own code: at each line, call, return and return from C."""
 
+import linecache
 import sys
 from collections import Counter
 from functools import cache
@@ -22,6 +23,14 @@ def is_ours(code):
     return path.parent in (ROOT, ROOT / "engine") and path.name != "exclusive.py"
 
 
+@cache
+def is_atomic(code, event, place):
+    """Whether no signal can come there: in a `finally`, before a call of C that cleans up."""
+    lines = [x[0] for x in code.co_positions()] if event == EVENTS.CALL else None
+    line = place if lines is None else lines[place // 2]
+    return linecache.getline(code.co_filename, line).strip().startswith(("finally:", "abandon("))
+
+
 def run_interrupted(operation, at):
     """Run, and raise at the event number `at`, counting each place at most twice.
 
@@ -33,6 +42,8 @@ def run_interrupted(operation, at):
         def see(code, *place):
             nonlocal count, where
             if not is_ours(code):
+                return
+            if event in (EVENTS.LINE, EVENTS.CALL) and is_atomic(code, event, place[0]):
                 return
             key = (event, code, place[0])
             seen[key] += 1

@@ -8,13 +8,14 @@ next, and a small report: status, counts and the newest tokens of each row. The 
 its own, so reading them stalls nothing. Updates are filed by request: whoever collects a dispatch,
 each reader finds its own.
 
-Whoever is interrupted (Ctrl-C, no memory on the device) finds the engine as it was before the call
-or after it. Only where the donated state was lost on the way is the engine closed: `reset` opens it
-again. Threads may share an engine: a lock lets one at a time in.
+Whoever is interrupted (Ctrl-C, no memory on the device) finds the engine as it was before one of
+the call's dispatches or after it. Only where the donated state was lost on the way, or may have
+been, is the engine closed: `reset` opens it again. Threads may share an engine: a lock lets one at
+a time in.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from flax import nnx
 from paged_jax.cache import prefix_directory
 from paged_jax.checks import check_int
 from paged_jax.config import EngineConfig, token_widths
-from paged_jax.engine import registry as books
+from paged_jax.engine import registry
 from paged_jax.engine.counters import Counters
 from paged_jax.engine.dispatch import (
     Dispatch,
@@ -50,8 +51,6 @@ from paged_jax.errors import (
 from paged_jax.sampling.parameters import BeamSearchParams
 from paged_jax.scheduling import sequences
 from paged_jax.scheduling.sequences import FINISHED, WAITING
-
-type Prompt = Sequence[int] | np.ndarray | jax.Array
 
 
 class Engine(Intake):
@@ -129,7 +128,7 @@ class Engine(Intake):
         """Forget all cached contents. False, and nothing is changed, while blocks are in use."""
         self._check_open()
         self._settle()
-        cache = self.state.cache
+        cache = self.state.cache  # not donated: what is made beside it is kept in one assignment
         if int(cache.pool.num_free) < cache.pool.num_blocks - 1:
             return False
         if cache.directory is not None:
@@ -150,13 +149,14 @@ class Engine(Intake):
         Raises NoProgressError when requests wait, none runs and none can be admitted.
         """
         max_steps = check_int("max_steps", max_steps, 1, None, error=InvalidRequestError)
+        self._check_open()
         self.collect_all()
         while max_steps > 0 and self.has_unfinished():
             self.dispatch(max_steps)
             self.collect()
             max_steps -= STEPS_PER_DISPATCH
         self._settle()
-        return list(self._requests.news)
+        return list(self._requests.with_updates)
 
     @exclusive
     def advance(self, max_steps: int = STEPS_PER_DISPATCH) -> None:
@@ -172,8 +172,7 @@ class Engine(Intake):
         Returns without waiting for them.
         """
         max_steps = check_int("max_steps", max_steps, 0, None, error=InvalidRequestError)
-        self._check_open()
-        books.sweep(self._requests)
+        registry.sweep(self._requests)
         self._fill_rows()
         self._start(min(max_steps, STEPS_PER_DISPATCH))
 
@@ -183,9 +182,9 @@ class Engine(Intake):
 
         Whoever is interrupted may collect it again: what was filed is not filed twice.
         """
+        self._check_open()
         if not self._flying:
             return
-        self._check_open()
         dispatch, requests = self._flying[0], self._requests
         try:
             report: Report = jax.device_get(dispatch.report)
@@ -195,17 +194,17 @@ class Engine(Intake):
         self.counters = report.counters
         # A row that has ended since then, and perhaps makes another output, is left out.
         current = {r: o for r, o in dispatch.outputs.items() if requests.rows.get(r) is o}
-        news: dict[Request, list[Update]] = {}
+        filed: dict[Request, list[Update]] = {}
         for request, update in read_updates(report, current, self.state.seqs):
-            news.setdefault(request, []).append(update)
-        for request, updates in news.items():
-            books.file_updates(requests, request, updates)
+            filed.setdefault(request, []).append(update)
+        for request, updates in filed.items():
+            registry.file_updates(requests, request, updates)
         for row in rows_with(FINISHED, report, current):
-            books.vacate(requests, row)
+            registry.vacate(requests, row)
         self._flying.popleft()
         if report.num_running == 0 and report.steps < dispatch.max_steps:
-            books.sweep(requests)
-            _check_progress(rows_with(WAITING, report, current), books.aborted_rows(requests))
+            registry.sweep(requests)
+            _check_progress(rows_with(WAITING, report, current), registry.aborted_rows(requests))
 
     @exclusive
     def collect_all(self) -> None:
@@ -228,19 +227,26 @@ class Engine(Intake):
         """Start again with new pages and the same params.
 
         All requests are kept: those that had begun are computed again, in order of arrival, and
-        give those tokens that were not filed yet. Cached contents are gone; counters go on.
+        give those tokens that were not filed yet. In float32, under the params that they began
+        with, these continue those that were filed. Cached contents are gone; counters go on.
         """
         self._lost_in = "reset"
         config = self.config
         for array in jax.tree.leaves(self.state):
             array.delete()  # room for the new ones
         self._flying.clear()
-        books.requeue(self._requests)
+        registry.requeue(self._requests)
         state = init_state(config, nnx.merge(self._graphdef, self.params))
         if self.counters is not None:
             state = state.replace(counters=jax.tree.map(jnp.asarray, self.counters))
         self.state = state
         self._lost_in = None
+
+    @exclusive
+    def reopen(self) -> None:
+        """Reset the engine if it is closed."""
+        if self.is_closed():
+            self.reset()
 
     def _check_open(self) -> None:
         if self._lost_in is not None:
@@ -252,8 +258,10 @@ class Engine(Intake):
     def _donate[T](self, call: str, program: Callable[[], T], keep: Callable[[T], None]) -> None:
         """Run a program that consumes the state, and keep what it returns.
 
-        The engine is closed where the old state is gone and the new one is not kept.
+        The engine is closed where the old state is gone and it is not sure that the new one is
+        kept, with all that belongs to it.
         """
+        self._check_open()
         self._lost_in = call
         try:
             result = program()
@@ -266,7 +274,7 @@ class Engine(Intake):
 
     def _start(self, max_steps: int) -> None:
         is_aborted = np.zeros(self.config.num_rows, bool)
-        is_aborted[books.aborted_rows(self._requests)] = True
+        is_aborted[registry.aborted_rows(self._requests)] = True
         outputs, steps = dict(self._requests.rows), np.int32(max_steps)
 
         def keep(result: tuple[EngineState, Report]) -> None:
@@ -280,7 +288,7 @@ class Engine(Intake):
 
     def _fill_rows(self) -> None:
         """Give empty rows to the requests at the head of the queue."""
-        new = books.next_for_rows(self._requests, self.config.num_rows)
+        new = registry.next_for_rows(self._requests, self.config.num_rows)
         if not new:
             return
         self._make_room_for_beams(new)
@@ -289,7 +297,7 @@ class Engine(Intake):
 
         def keep(seqs: sequences.Sequences) -> None:
             self.state = self.state.replace(seqs=seqs)
-            books.occupy(self._requests, new)
+            registry.occupy(self._requests, new)
 
         self._donate("dispatch", lambda: self._programs.add(self.state.seqs, rows, beams), keep)
 
@@ -302,8 +310,8 @@ class Engine(Intake):
 
     def _settle(self) -> None:
         """Let abandoned requests give their blocks back where no live one runs the engine."""
-        books.sweep(self._requests)
-        if books.aborted_rows(self._requests) and not self.has_unfinished():
+        registry.sweep(self._requests)
+        if registry.aborted_rows(self._requests) and not self.has_unfinished():
             self._start(0)
             self.collect_all()
 

@@ -5,7 +5,7 @@
 What computes the answers is `engine`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 
 from paged_jax.checks import show
 from paged_jax.config import EngineConfig
-from paged_jax.engine import registry as books
+from paged_jax.engine import registry
 from paged_jax.engine.exclusive import exclusive, new_lock
 from paged_jax.engine.registry import Registry
 from paged_jax.engine.report import Update
@@ -52,7 +52,7 @@ class Intake:
         """Return an id that is not in use and is not returned again."""
         while True:
             name, self._num_added = f"request-{self._num_added}", self._num_added + 1
-            if not books.is_in_use(self._requests, name):
+            if not registry.is_in_use(self._requests, name):
                 return name
 
     @exclusive
@@ -72,14 +72,14 @@ class Intake:
         Raises InvalidRequestError for a prompt or parameters that cannot be served, or an id that
         is in use. An id is free again when the last update of its request has been taken.
         """
-        books.sweep(self._requests)
+        registry.sweep(self._requests)
         if request_id is None:
             request_id = self.new_id()
         if not isinstance(request_id, str):
             raise InvalidRequestError(
                 f"request_id={show(request_id)}: a str is needed, got {type(request_id).__name__}"
             )
-        if books.is_in_use(self._requests, request_id):
+        if registry.is_in_use(self._requests, request_id):
             raise InvalidRequestError(
                 f"request_id={show(request_id)}: is in use; ids must differ among unfinished "
                 "requests"
@@ -89,7 +89,7 @@ class Intake:
         )
         if isinstance(request.params, SamplingParams) and request.params.seed is None:
             request.seed = int(self._seeds.integers(2**32))
-        books.enqueue(self._requests, request)
+        registry.enqueue(self._requests, request)
         return request_id
 
     def check_request(
@@ -100,7 +100,10 @@ class Intake:
         request_id: str = "",
         cache_salt: str | None = None,
     ) -> Request:
-        """Return what `add_request` would queue. Raises where that would, and changes nothing."""
+        """Return what `add_request` would queue, and change nothing.
+
+        Raises where that would, except for the id.
+        """
         return make_request(
             request_id,
             prompt,
@@ -119,52 +122,68 @@ class Intake:
         Its last updates have the reason "abort". Those of a running request come with the next
         dispatch.
         """
-        books.sweep(self._requests)
+        registry.sweep(self._requests)
         is_id = isinstance(request_id, str)
         request = self._requests.live.get(request_id) if is_id else None
         if request is None:
             return False
         request.is_aborted = True
         if request_id in self._requests.queue:
-            books.end(self._requests, request, "abort")
+            registry.end(self._requests, request, "abort")
         return True
 
     def abandon(self, request_ids: Iterable[str]) -> None:
         """Abort requests, and forget their updates. Unknown ids are skipped.
 
         It returns at once and may be called at any moment, by a finalizer too. The blocks come back
-        with the next dispatch; `run(1)` makes one where nothing else does.
+        with the next dispatch; `run(1)` makes one where nothing else does. Raises
+        InvalidRequestError, and abandons none, for what are no ids.
         """
-        self._requests.abandoned.extend(list(request_ids))
+        ids: Any = [request_ids] if isinstance(request_ids, str) else request_ids
+        ids = list(ids) if isinstance(ids, Iterable) else [ids]
+        for request_id in ids:
+            if not isinstance(request_id, str):
+                raise InvalidRequestError(f"request_ids: {show(request_id)}; a str is needed")
+        self.abandoner()(ids)
+
+    def abandoner(self) -> Callable[[Iterable[str]], None]:
+        """Return a function that abandons requests by their ids, and checks nothing.
+
+        It is of C: called first thing in a `finally`, no interrupt can come between.
+        """
+        return self._requests.abandoned.extend
 
     @exclusive
     def take(self, request_id: str) -> list[Update]:
         """Return a request's updates since the last call, one for each output that has some.
 
         An output's last update has a finish reason. Where several threads run the engine, that is
-        how to know that nothing more comes.
+        how to know that nothing more comes. What an interrupted call has taken is not given again.
 
         Raises InvalidRequestError for an id that is not in use.
         """
-        books.sweep(self._requests)
-        if not isinstance(request_id, str) or not books.is_in_use(self._requests, request_id):
+        registry.sweep(self._requests)
+        if not isinstance(request_id, str) or not registry.is_in_use(self._requests, request_id):
             raise InvalidRequestError(
                 f"request_id={show(request_id)}: is not in use; a request's last updates are taken "
                 "once"
             )
-        return books.take_updates(self._requests, request_id)
+        return registry.take_updates(self._requests, request_id)
 
     @exclusive
     def is_finished(self, request_id: str) -> bool:
-        """Return whether all outputs of a request have ended. Updates may still be there."""
+        """Return whether all outputs of a request have ended, or the id is not in use.
+
+        Updates may still be there.
+        """
         if not isinstance(request_id, str):
             raise InvalidRequestError(f"request_id={show(request_id)}: a str is needed")
-        books.sweep(self._requests)
+        registry.sweep(self._requests)
         request = self._requests.live.get(request_id)
         return request is None or request.has_ended
 
     @exclusive
     def has_unfinished(self) -> bool:
         """Return whether any request has outputs that have not ended."""
-        books.sweep(self._requests)
+        registry.sweep(self._requests)
         return any(not request.has_ended for request in self._requests.live.values())

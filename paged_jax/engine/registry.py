@@ -28,7 +28,7 @@ class Registry:
         live: those that somebody waits for, in order of arrival.
         queue: those of `live` that have no rows.
         done: ended, with updates that were not taken.
-        news: ids of requests with updates that were not taken.
+        with_updates: ids of requests with updates that were not taken.
         rows: the output that each row makes, also of abandoned requests.
         abandoned: ids that nobody reads any more, not looked at yet. To append to it is safe
             from any thread and at any moment.
@@ -37,7 +37,7 @@ class Registry:
     live: OrderedDict[str, Request] = field(default_factory=OrderedDict)
     queue: OrderedDict[str, Request] = field(default_factory=OrderedDict)
     done: dict[str, Request] = field(default_factory=dict)
-    news: dict[str, None] = field(default_factory=dict)
+    with_updates: dict[str, None] = field(default_factory=dict)
     rows: dict[int, Output] = field(default_factory=dict)
     abandoned: deque[str] = field(default_factory=deque)
 
@@ -47,6 +47,7 @@ class Registry:
 
 def enqueue(registry: Registry, request: Request) -> None:
     """Put a request at the end of the queue."""
+    registry.queue.pop(request.request_id, None)  # an interrupted one of the same id
     registry.queue[request.request_id] = request
     registry.live[request.request_id] = request
 
@@ -68,8 +69,8 @@ def next_for_rows(registry: Registry, num_rows: int) -> dict[int, Output]:
     for request_id, request in list(_take_while_some(registry, left)):
         if registry.live.get(request_id) is not request:
             registry.queue.pop(request_id, None)  # an interrupted `enqueue`
-        elif request.is_aborted:
-            end(registry, request, "abort")  # an interrupted abort
+        elif request.is_aborted or request.has_ended:
+            end(registry, request, "abort")  # an interrupted abort, or collect
         elif request.num_outputs > left:
             break
         else:
@@ -101,7 +102,7 @@ def occupy(registry: Registry, chosen: dict[int, Output]) -> None:
 def file_updates(registry: Registry, request: Request, updates: list[Update]) -> None:
     """File updates of a request, which ends with the last of its outputs."""
     if not request.is_abandoned and updates:
-        registry.news[request.request_id] = None
+        registry.with_updates[request.request_id] = None
     request.mailbox = file(request.mailbox, updates)
     if request.has_ended:
         _finish(registry, request)
@@ -137,7 +138,7 @@ def take_updates(registry: Registry, request_id: str) -> list[Update]:
     request = registry.live.get(request_id) or registry.done[request_id]
     mailbox, updates = take(request.mailbox)
     request.mailbox = mailbox
-    registry.news.pop(request_id, None)
+    registry.with_updates.pop(request_id, None)
     if request.has_ended:
         _finish(registry, request)
         forget(registry, request_id)
@@ -146,7 +147,7 @@ def take_updates(registry: Registry, request_id: str) -> list[Update]:
 
 def forget(registry: Registry, request_id: str) -> None:
     """Let the id of a request that is done be free."""
-    registry.news.pop(request_id, None)
+    registry.with_updates.pop(request_id, None)
     registry.done.pop(request_id, None)
 
 
@@ -177,6 +178,6 @@ def requeue(registry: Registry) -> None:
     sweep(registry)
     registry.rows = {}
     for request in list(registry.live.values()):
-        if request.is_aborted:
+        if request.is_aborted or request.has_ended:
             end(registry, request, "abort")
     registry.queue = registry.live.copy()

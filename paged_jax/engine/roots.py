@@ -28,8 +28,9 @@ class Roots:
 def find_root(roots: Roots, salt: str | None) -> int:
     """Return the root of a salt, a new one where the salt has none."""
     if salt not in roots.by_salt:
-        roots.by_salt[salt] = roots.next_root
-        roots.next_root = GREATEST_ROOT if roots.next_root == LEAST_ROOT else roots.next_root - 1
+        root = roots.next_root
+        roots.next_root = GREATEST_ROOT if root == LEAST_ROOT else root - 1
+        roots.by_salt[salt] = root  # last: an interrupt leaves no root that two salts have
     return roots.by_salt[salt]
 
 

@@ -16,6 +16,7 @@ from paged_jax import (
     LLM,
     BeamSearchParams,
     EngineClosedError,
+    InvalidRequestError,
     SamplingParams,
     check_integrity,
 )
@@ -78,16 +79,17 @@ def check_clean(engine):
     engine.run(1)
     requests = engine._requests
     assert not engine._lock._is_owned()
-    assert not (requests.live or requests.queue or requests.rows or requests.abandoned)
+    assert not any(map(len, vars(requests).values())), requests
     assert not engine.has_unfinished() and not engine.is_flying()
     assert int(engine.state.cache.pool.num_free) == NUM_BLOCKS - 1
     assert check_integrity(engine.state) == []
 
 
-def sweep_places(llm, operation, stride=1):
+def sweep_places(llm, operation, stride=1, *, cleans_up=False):
     """Interrupt an operation at one place after another, among bystanders.
 
-    Returns the number of places, and of those that closed the engine.
+    Returns the number of places, and of those that closed the engine. An operation that cleans up
+    leaves no request of its own.
     """
     engine, at, closed, places = llm.engine, 0, 0, set()
     while True:
@@ -96,6 +98,8 @@ def sweep_places(llm, operation, stride=1):
         closed += engine.is_closed()
         places.add(where)
         try:
+            if cleans_up:
+                check_no_others(engine, others)
             if engine.is_closed():
                 with pytest.raises(EngineClosedError, match=r"engine\.reset\(\)"):
                     engine.run(1)
@@ -113,6 +117,13 @@ def sweep_places(llm, operation, stride=1):
             break
         at += stride
     return len(places), closed
+
+
+def check_no_others(engine, others):
+    """Whoever was interrupted has left no request."""
+    engine.has_unfinished()  # looks at what was abandoned
+    requests = engine._requests
+    assert {*requests.live, *requests.done, *requests.with_updates} <= {*others.prompts}
 
 
 def twin(others):
@@ -189,7 +200,7 @@ def stream(others, llm):
 @pytest.mark.soak
 @pytest.mark.parametrize("operation", [generate, stream])
 def test_a_call_of_llm_interrupted_anywhere_leaves_nothing_behind(llm, operation):
-    places, _ = sweep_places(llm, lambda others: operation(others, llm), stride=5)
+    places, _ = sweep_places(llm, lambda others: operation(others, llm), 5, cleans_up=True)
     assert places > 60
 
 
@@ -230,6 +241,7 @@ def test_a_real_signal_at_any_moment_leaves_everybody_else_served(llm, operation
     for _ in range(60):
         others = Bystanders(engine)
         rung += run_with_alarm(lambda: operation(None, llm), draw.uniform(0, 1.5 * usual))
+        check_no_others(engine, others)
         if engine.is_closed():
             engine.reset()
         others.finish()
@@ -256,6 +268,43 @@ def test_a_generate_after_a_lost_state_goes_on_by_itself(llm):
     generate(None, llm)
     others.finish()
     check_clean(engine)
+
+
+def test_a_closed_engine_says_so_also_when_only_abandoned_rows_are_left(llm):
+    engine = llm.engine
+    stream = llm.stream([1, 2, 3], greedy(30))
+    next(stream)
+    engine.collect_all()
+    run = engine._programs.run
+
+    def lose(*args):
+        run(*args)
+        raise Alarm
+
+    engine._programs = engine._programs._replace(run=lose)
+    with pytest.raises(Alarm):
+        next(stream)
+    engine._programs = engine._programs._replace(run=run)
+    for call in (lambda: engine.run(1), engine.collect, engine.step, engine.reset_prefix_cache):
+        with pytest.raises(EngineClosedError, match="dispatch"):
+            call()
+    with pytest.raises(EngineClosedError, match="dispatch"):
+        engine.update_params(engine.params)
+    assert llm.reset_prefix_cache() and not engine.is_closed()  # `LLM` opens it
+    check_clean(engine)
+
+
+@pytest.mark.parametrize("wrong", [5, [1], ["a", None], [[1]]])
+def test_what_are_no_ids_are_not_abandoned(llm, wrong):
+    others = Bystanders(llm.engine)
+    with pytest.raises(InvalidRequestError, match="request_ids: "):
+        llm.engine.abandon(wrong)
+    others.finish()
+    (prompt,) = random_prompts(2, [4])
+    others.add(prompt, request_id="mine")
+    others.prompts.pop("mine")
+    llm.engine.abandon("mine")
+    check_clean(llm.engine)
 
 
 def test_what_the_device_cannot_compute_closes_the_engine_and_reset_opens_it(llm):

@@ -40,7 +40,7 @@ def load_errors(origin: object) -> Iterator[None]:
         yield
     except ModelLoadError:
         raise
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ModelLoadError(f"{origin}: {error}") from error
 
 

@@ -57,7 +57,7 @@ def read_json(path: Path) -> Settings:
     """Read a JSON object. Raises ModelLoadError where the file holds none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last for [[[[...
         raise ModelLoadError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise ModelLoadError(f"{path}: expected a JSON object, got {type(values).__name__}")
@@ -93,7 +93,15 @@ class SafetensorsFiles:
 
     def read(self, name: str) -> np.ndarray:
         """Read a tensor. Raises ModelLoadError for anything but floats of 16 bits or more."""
-        values = self._handles[self._file_of[name]].get_tensor(name)
+        file = self._handles[self._file_of[name]]
+        try:
+            values = file.get_tensor(name)
+        except (AttributeError, TypeError) as error:  # a dtype that NumPy lacks: floats of 8 bits
+            kind = file.get_slice(name).get_dtype()
+            raise ModelLoadError(
+                f"{self.directory}: tensor {name!r} has dtype {kind}, "
+                "expected a float of 16 bits or more"
+            ) from error
         if values.dtype.name not in FLOATS:
             raise ModelLoadError(
                 f"{self.directory}: tensor {name!r} has dtype {values.dtype}, "

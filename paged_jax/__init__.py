@@ -8,6 +8,7 @@ from paged_jax.engine.integrity import check_integrity
 from paged_jax.engine.report import Update
 from paged_jax.errors import (
     ConfigError,
+    EngineBusyError,
     EngineClosedError,
     InvalidRequestError,
     NoProgressError,
@@ -28,6 +29,7 @@ __all__ = [
     "ConfigError",
     "Delta",
     "Engine",
+    "EngineBusyError",
     "EngineClosedError",
     "EngineConfig",
     "FullAttention",

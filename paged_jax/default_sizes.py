@@ -53,6 +53,7 @@ def choose_sizes(
         max_num_batched_tokens=budget,
         block_size=block_size,
         enable_prefix_caching=enable_prefix_caching,
+        max_stop_ids=max(8, len(decoder.eos_token_ids) + 4),
         watermark=watermark,
     )
 

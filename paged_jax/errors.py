@@ -17,6 +17,10 @@ class NoProgressError(PagedJaxError, RuntimeError):
     """Requests wait, none runs and none can be admitted."""
 
 
+class EngineBusyError(PagedJaxError, RuntimeError):
+    """A call of an engine from a signal handler or a finalizer, in the middle of another call."""
+
+
 class EngineClosedError(PagedJaxError, RuntimeError):
     """An engine whose state was lost in an interrupted or failed call; `reset()` opens it."""
 

@@ -157,7 +157,7 @@ class LLM:
             )
         _, tokens = self._encode(prompt)
         request = self.engine.check_request(tokens, sampling_params, cache_salt=cache_salt)
-        return self._stream(tokens, sampling_params, cache_salt, request.num_outputs)
+        return self._stream(request.prompt, sampling_params, cache_salt, request.num_outputs)
 
     def default_sampling_params(self) -> SamplingParams:
         """Return what the model's generation_config.json gives, and our defaults for the rest.
@@ -222,13 +222,13 @@ class LLM:
             ready.append((Job(i, text, tokens, self.tokenizer, count), one, salt))
         # All are checked before the first is queued: what goes wrong above leaves nothing behind.
         jobs = {self.engine.new_id(): each for each in ready}
+        num_open = {request_id: len(job.outputs) for request_id, (job, _, _) in jobs.items()}
         bar = progress_bar(len(jobs)) if progress and jobs else None
         abandon = self.engine.abandoner()
         try:
             for request_id, (job, one, salt) in jobs.items():
                 self._add(request_id, job.prompt_tokens, one, salt)
-            counts = {request_id: len(job.outputs) for request_id, (job, _, _) in jobs.items()}
-            for update in self._updates(counts):
+            for update in self._updates(num_open):
                 job = jobs[update.request_id][0]
                 has_ended = job.take(update)
                 if has_ended:
@@ -236,7 +236,7 @@ class LLM:
                 if bar is not None:
                     bar(len(update.token_ids), has_ended)
         finally:
-            abandon(jobs)  # of those that have ended nothing is left
+            abandon(num_open)
             if bar is not None:
                 bar(None, False)
         return [output for output in outputs if output is not None]
@@ -244,24 +244,26 @@ class LLM:
     def _add(self, request_id: str, tokens: Any, params: Params | None, salt: str | None) -> None:
         self.engine.add_request(tokens, params, request_id=request_id, cache_salt=salt)
 
-    def _updates(self, counts: dict[str, int], steps: int = STEPS_PER_DISPATCH) -> Iterator[Update]:
+    def _updates(
+        self, num_open: dict[str, int], steps: int = STEPS_PER_DISPATCH
+    ) -> Iterator[Update]:
         """Yield the updates of these requests, of so many outputs each, until all have ended.
 
-        While one dispatch is read, the next is under way. Other requests' updates stay in
-        their mailboxes.
+        Those that have are taken out of `num_open`: their ids may be of others by then. While one
+        dispatch is read, the next is under way. Other requests' updates stay in their mailboxes.
         """
-        num_open, is_first = dict(counts), True
+        is_first = True
         while num_open:
             # The first is of one step: whoever waits sees soon that something comes.
             self._advance(1 if is_first else steps)
             is_first = False
             for request_id in list(num_open):
+                updates = self.engine.take(request_id)
                 # Whether it has ended its updates say: another thread may end it at any time.
-                for update in self.engine.take(request_id):
-                    num_open[request_id] -= update.finish_reason is not None
-                    yield update
+                num_open[request_id] -= sum(u.finish_reason is not None for u in updates)
                 if num_open[request_id] == 0:
                     del num_open[request_id]
+                yield from updates
 
     def _advance(self, steps: int) -> None:
         """Advance the engine, also one that has lost its state in an interrupted call."""
@@ -274,11 +276,12 @@ class LLM:
         self, tokens: list[int], params: Params | None, cache_salt: str | None, count: int
     ) -> Iterator[Delta]:
         request_id = self.engine.new_id()
+        num_open = {request_id: count}
         texts = [GrowingOutput(self.tokenizer) for _ in range(count)]
         abandon = self.engine.abandoner()
         try:
             self._add(request_id, tokens, params, cache_salt)
-            for update in self._updates({request_id: count}, steps=1):
+            for update in self._updates(num_open, steps=1):
                 yield Delta(
                     texts[update.index].take(update),
                     update.token_ids,
@@ -288,7 +291,7 @@ class LLM:
                     update.index,
                 )
         finally:
-            abandon((request_id,))
+            abandon(num_open)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, Any]:
         """Return a prompt's text, if it is one, and its tokens."""

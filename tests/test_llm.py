@@ -2,13 +2,18 @@
 prompt's own affair.
 """
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from paged_jax import (
     LLM,
     BeamSearchParams,
     ConfigError,
+    Engine,
+    EngineConfig,
     InvalidRequestError,
     NoProgressError,
     SamplingParams,
@@ -16,6 +21,7 @@ from paged_jax import (
     check_integrity,
     free,
 )
+from paged_jax.engine import roots
 from toy_decoder import ToyDecoder, random_prompts
 
 MODEL = ToyDecoder(max_model_len=40)
@@ -221,6 +227,61 @@ def test_a_stream_that_was_never_read_queued_nothing(llm):
     assert not llm.engine.has_unfinished()
     with pytest.raises(InvalidRequestError, match="97"):
         llm.stream([97], GREEDY)
+
+
+def test_a_stream_that_has_ended_abandons_nobody_and_keeps_its_own_prompt(llm):
+    prompt, (other,) = random_prompts(9, [6])[0], random_prompts(10, [4])
+    given = list(prompt)
+    stream = llm.stream(given, GREEDY)
+    given[:] = other
+    tokens = []
+    for delta in stream:
+        tokens += delta.token_ids
+        if delta.finish_reason:
+            break
+    assert tokens == MODEL.continuation(prompt, 9)
+    again = f"request-{llm.engine._num_added - 1}"  # its id is free
+    llm.engine.add_request(other, GREEDY, request_id=again)
+    stream.close()
+    llm.engine.run(32)
+    (update,) = llm.engine.take(again)
+    assert update.token_ids == MODEL.continuation(other, 9)
+
+
+class WithParams(ToyDecoder):
+    def __init__(self):
+        super().__init__(max_model_len=40)
+        self.illness = nnx.Param(jnp.zeros(97))
+
+
+@pytest.mark.usefixtures("no_annotation_checks")
+def test_params_that_hold_no_numbers_are_refused():
+    graphdef, params = nnx.split(WithParams())
+    config = EngineConfig(20, 40, 2, 8, block_size=4)
+    engine = Engine(graphdef, params, config)
+    dead = jnp.zeros(97)
+    dead.delete()
+    for wrong in (jax.ShapeDtypeStruct((97,), jnp.float32), dead, "abc", None):
+        other = jax.tree.map(lambda x: wrong, params)  # noqa: B023
+        with pytest.raises(ConfigError, match=r"params.*illness"):
+            engine.update_params(other)
+
+
+def test_a_model_of_many_ends_of_text_serves():
+    model = ToyDecoder(max_model_len=40)
+    model.eos_token_ids = tuple(range(60, 72))
+    llm = LLM(model, **SIZES)
+    assert llm.engine.config.max_stop_ids == 16
+    llm.engine.check_request([1], SamplingParams(stop_token_ids=[1, 2, 3, 4]))
+
+
+def test_salts_are_remembered_up_to_a_bound(monkeypatch):
+    monkeypatch.setattr(roots, "MOST_SALTS", 3)
+    some = roots.Roots()
+    found = [roots.find_root(some, salt) for salt in "abcab"]
+    assert found[3:] == found[:2] and len(set(found)) == 3
+    assert roots.find_root(some, "d") not in found and list(some.by_salt) == ["b", "c", "d"]
+    assert roots.find_root(some, "a") not in found
 
 
 def test_what_can_never_start_leaves_the_engine_free_for_others(llm):

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from paged_jax.cache import prefix_directory
+from paged_jax.checks import show
 from paged_jax.engine.report import STEPS_PER_DISPATCH, Report, Update, make_report
 from paged_jax.engine.requests import Output, Request
 from paged_jax.engine.step import EngineState, run
@@ -148,6 +149,14 @@ def check_like(params: Any, old: Any) -> None:
         if path not in new or path not in was:
             problem = "is missing" if path in was else "is not of this model"
             raise ConfigError(f"params{name}: {problem}")
+        if not _holds_numbers(new[path]):
+            raise ConfigError(f"params{name}: {show(new[path])}; an array with numbers is needed")
         shapes = [f"{jnp.result_type(x)}{list(np.shape(x))}" for x in (new[path], was[path])]
         if shapes[0] != shapes[1]:
             raise ConfigError(f"params{name}: {shapes[0]}; the model has {shapes[1]}")
+
+
+def _holds_numbers(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array):
+        return not leaf.is_deleted()
+    return isinstance(leaf, np.ndarray | np.number | bool | int | float)

@@ -150,10 +150,10 @@ class Engine(Intake):
         """
         max_steps = check_int("max_steps", max_steps, 1, None, error=InvalidRequestError)
         self._check_open()
-        self.collect_all()
-        while max_steps > 0 and self.has_unfinished():
-            self.dispatch(max_steps)
-            self.collect()
+        self._collect_all()
+        while max_steps > 0 and self._has_unfinished():
+            self._dispatch(max_steps)
+            self._collect()
             max_steps -= STEPS_PER_DISPATCH
         self._settle()
         return list(self._requests.with_updates)
@@ -161,9 +161,9 @@ class Engine(Intake):
     @exclusive
     def advance(self, max_steps: int = STEPS_PER_DISPATCH) -> None:
         """Start a dispatch, and file the updates of the one before it while the device works."""
-        self.dispatch(check_int("max_steps", max_steps, 1, None, error=InvalidRequestError))
+        self._dispatch(check_int("max_steps", max_steps, 1, None, error=InvalidRequestError))
         while len(self._flying) > 1:
-            self.collect()
+            self._collect()
 
     @exclusive
     def dispatch(self, max_steps: int = STEPS_PER_DISPATCH) -> None:
@@ -171,7 +171,9 @@ class Engine(Intake):
 
         Returns without waiting for them.
         """
-        max_steps = check_int("max_steps", max_steps, 0, None, error=InvalidRequestError)
+        self._dispatch(check_int("max_steps", max_steps, 0, None, error=InvalidRequestError))
+
+    def _dispatch(self, max_steps: int) -> None:
         registry.sweep(self._requests)
         self._fill_rows()
         self._start(min(max_steps, STEPS_PER_DISPATCH))
@@ -182,6 +184,9 @@ class Engine(Intake):
 
         Whoever is interrupted may collect it again: what was filed is not filed twice.
         """
+        self._collect()
+
+    def _collect(self) -> None:
         self._check_open()
         if not self._flying:
             return
@@ -209,8 +214,11 @@ class Engine(Intake):
     @exclusive
     def collect_all(self) -> None:
         """Wait for every dispatch that is on its way."""
+        self._collect_all()
+
+    def _collect_all(self) -> None:
         while self._flying:
-            self.collect()
+            self._collect()
 
     def is_flying(self) -> bool:
         """Return whether a dispatch is on its way."""
@@ -230,6 +238,9 @@ class Engine(Intake):
         give those tokens that were not filed yet. In float32, under the params that they began
         with, these continue those that were filed. Cached contents are gone; counters go on.
         """
+        self._reset()
+
+    def _reset(self) -> None:
         self._lost_in = "reset"
         config = self.config
         for array in jax.tree.leaves(self.state):
@@ -246,7 +257,7 @@ class Engine(Intake):
     def reopen(self) -> None:
         """Reset the engine if it is closed."""
         if self.is_closed():
-            self.reset()
+            self._reset()
 
     def _check_open(self) -> None:
         if self._lost_in is not None:
@@ -311,9 +322,9 @@ class Engine(Intake):
     def _settle(self) -> None:
         """Let abandoned requests give their blocks back where no live one runs the engine."""
         registry.sweep(self._requests)
-        if registry.aborted_rows(self._requests) and not self.has_unfinished():
+        if registry.aborted_rows(self._requests) and not self._has_unfinished():
             self._start(0)
-            self.collect_all()
+            self._collect_all()
 
 
 def _check_progress(waiting: list[int], unwanted: list[int]) -> None:

@@ -50,6 +50,9 @@ class Intake:
     @exclusive
     def new_id(self) -> str:
         """Return an id that is not in use and is not returned again."""
+        return self._new_id()
+
+    def _new_id(self) -> str:
         while True:
             name, self._num_added = f"request-{self._num_added}", self._num_added + 1
             if not registry.is_in_use(self._requests, name):
@@ -74,7 +77,7 @@ class Intake:
         """
         registry.sweep(self._requests)
         if request_id is None:
-            request_id = self.new_id()
+            request_id = self._new_id()
         if not isinstance(request_id, str):
             raise InvalidRequestError(
                 f"request_id={show(request_id)}: a str is needed, got {type(request_id).__name__}"
@@ -185,5 +188,8 @@ class Intake:
     @exclusive
     def has_unfinished(self) -> bool:
         """Return whether any request has outputs that have not ended."""
+        return self._has_unfinished()
+
+    def _has_unfinished(self) -> bool:
         registry.sweep(self._requests)
         return any(not request.has_ended for request in self._requests.live.values())

@@ -12,6 +12,8 @@ import numpy as np
 
 LEAST_ROOT, GREATEST_ROOT = -(2**31), -1
 
+MOST_SALTS = 2**16
+
 
 def _draw() -> int:
     return -int(np.random.default_rng().integers(1, 2**30))
@@ -26,10 +28,15 @@ class Roots:
 
 
 def find_root(roots: Roots, salt: str | None) -> int:
-    """Return the root of a salt, a new one where the salt has none."""
+    """Return the root of a salt, a new one where the salt has none.
+
+    Of very many salts the one that was new longest ago is forgotten: what it cached is not hit.
+    """
     if salt not in roots.by_salt:
         root = roots.next_root
         roots.next_root = GREATEST_ROOT if root == LEAST_ROOT else root - 1
+        if len(roots.by_salt) >= MOST_SALTS:
+            roots.by_salt.pop(next(iter(roots.by_salt)))
         roots.by_salt[salt] = root  # last: an interrupt leaves no root that two salts have
     return roots.by_salt[salt]
 

@@ -61,13 +61,15 @@ class Unit(NamedTuple):
     """What starts with a row: a beam group is admitted with its leader.
 
     Attributes:
-        blocks: blocks that must be free.
+        blocks: blocks that must be free for it.
+        kept: blocks that must stay free beside them: the watermark's, while others run.
         places: running places that must be free.
         is_follower: whether the row only follows the leader of its group, which was admitted just
             before: its place and blocks are there.
     """
 
     blocks: Int[Array, ""]
+    kept: Int[Array, ""]
     places: Int[Array, ""]
     is_follower: Bool[Array, ""]
 
@@ -94,7 +96,7 @@ def may_admit(
     is_ready = ~is_forkable | (computed >= seqs.num_prompt_tokens[row])
     unit = _unit(cache, seqs, row)
     is_refused = (row == seqs.refused_row) & (num_free <= seqs.refused_free)
-    fits = (unit.blocks <= num_free) | ~is_refused
+    fits = (unit.blocks + unit.kept <= num_free) | ~is_refused
     has_place = seqs.num_running + unit.places <= seqs.max_running
     has_budget = (jnp.sum(take, dtype=jnp.int32) < budget) | unit.is_follower
     return (seqs.waiting.count > 0) & has_place & has_budget & is_ready & fits
@@ -123,6 +125,7 @@ def admit(
     free, unit = cache.pool.num_free - reserved, _unit(cache, seqs, row)
     needed = (
         unit.blocks
+        + unit.kept
         - jnp.sum(num_shared, dtype=jnp.int32)
         + jnp.sum(is_unused, dtype=jnp.int32)
         + copies
@@ -214,8 +217,10 @@ def _unit(cache: PagedCache, seqs: Sequences, row: Int[Array, ""]) -> Unit:
 
     own = blocks(seqs.num_tokens[row])
     one = jnp.ones_like(own)
+    kept = jnp.full_like(own, int(seqs.config.watermark * config.num_blocks))
+    kept = jnp.where(seqs.num_running > 0, kept, 0)
     if beams is None:
-        return Unit(own, one, one == 0)
+        return Unit(own, kept, one, one == 0)
     leader = beams.leader[row]
     is_leader, is_follower = leader == row, (leader != row) & (leader < seqs.num_rows)
     members = beams.members[row]
@@ -226,6 +231,7 @@ def _unit(cache: PagedCache, seqs: Sequences, row: Int[Array, ""]) -> Unit:
     places = jnp.sum(is_inside, dtype=jnp.int32)
     return Unit(
         blocks=jnp.where(is_leader, group, own),
+        kept=jnp.where(is_follower, 0, kept),  # its leader has left them
         places=jnp.where(is_leader, places, one),
         is_follower=is_follower,
     )

@@ -84,24 +84,20 @@ def num_reserved_blocks(plan: StepPlan) -> Int[Array, ""]:
 
     Those are this step's, and where a group gets its blocks chunk by chunk, what it lacks of the
     most that it holds at once while it computes its known tokens: a prompt is never preempted for
-    one that started later. While others run, the watermark's blocks stay free, too.
+    one that started later.
 
         window 8, blocks of 4, chunks of 8: 5 blocks at once; a row that holds 2 reserves 3
     """
     cache, seqs = plan.cache, plan.seqs
-    reserved = num_step_blocks(plan)
-    if releasing_groups(cache.config.groups):
-        rows, is_active = running_rows(seqs)
-        total, computed = seqs.num_tokens[rows], seqs.num_computed[rows]
-        chunk = jnp.minimum(total - computed, seqs.config.max_num_batched_tokens)
-        groups, size = cache.config.groups, cache.config.block_size
-        num_passed = first_live_blocks(groups, computed, size)
-        lacking = most_held(groups, total, chunk, size) - (
-            cache.tables.num_blocks[:, rows] - num_passed
-        )
-        reserved = jnp.sum(jnp.where(is_active, jnp.maximum(lacking, 0), 0), dtype=jnp.int32)
-    kept = int(seqs.config.watermark * cache.config.num_blocks)
-    return reserved + jnp.where(seqs.num_running > 0, kept, 0) if kept else reserved
+    groups, size = cache.config.groups, cache.config.block_size
+    if not releasing_groups(groups):
+        return num_step_blocks(plan)
+    rows, is_active = running_rows(seqs)
+    total, computed = seqs.num_tokens[rows], seqs.num_computed[rows]
+    chunk = jnp.minimum(total - computed, seqs.config.max_num_batched_tokens)
+    held = cache.tables.num_blocks[:, rows] - first_live_blocks(groups, computed, size)
+    lacking = jnp.maximum(most_held(groups, total, chunk, size) - held, 0)
+    return jnp.sum(jnp.where(is_active[None], lacking, 0), dtype=jnp.int32)
 
 
 def _max_step_blocks(cache: PagedCache, seqs: Sequences, width: int) -> int:

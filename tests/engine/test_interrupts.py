@@ -15,6 +15,7 @@ from interrupt import run_interrupted
 from paged_jax import (
     LLM,
     BeamSearchParams,
+    EngineBusyError,
     EngineClosedError,
     InvalidRequestError,
     SamplingParams,
@@ -291,6 +292,37 @@ def test_a_closed_engine_says_so_also_when_only_abandoned_rows_are_left(llm):
     with pytest.raises(EngineClosedError, match="dispatch"):
         engine.update_params(engine.params)
     assert llm.reset_prefix_cache() and not engine.is_closed()  # `LLM` opens it
+    check_clean(engine)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_call_inside_another_one_is_refused_and_harms_neither(llm, when):
+    """A signal handler that generates, in the middle of a dispatch."""
+    engine, run, errors = llm.engine, llm.engine._programs.run, []
+
+    def handle(*_):
+        try:
+            llm.generate([9, 8], greedy(4), progress=False)
+        except EngineBusyError as error:
+            errors.append(error)
+
+    def hooked(*args):
+        if when == "before":
+            signal.raise_signal(signal.SIGALRM)
+        out = run(*args)
+        if when == "after":
+            signal.raise_signal(signal.SIGALRM)
+        return out
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        engine._programs = engine._programs._replace(run=hooked)
+        generate(None, llm)
+    finally:
+        engine._programs = engine._programs._replace(run=run)
+        signal.signal(signal.SIGALRM, before)
+    assert errors and "`abandon` alone" in str(errors[0])
+    generate(None, llm)
     check_clean(engine)
 
 

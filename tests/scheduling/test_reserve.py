@@ -5,7 +5,13 @@ import random
 import pytest
 
 from engines import make_engine, news
-from paged_jax import ConfigError, EngineConfig, SamplingParams, check_integrity
+from paged_jax import (
+    BeamSearchParams,
+    ConfigError,
+    EngineConfig,
+    SamplingParams,
+    check_integrity,
+)
 from toy_decoder import ToyDecoder, random_prompts
 
 
@@ -87,6 +93,20 @@ def test_a_watermark_keeps_growing_rows_from_preempting_each_other():
         assert tokens == [model.continuation(prompt, count) for prompt, count in requests]
         counts.append(preemptions)
     assert counts[0] > counts[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "watermark", "budget"), [(12, 0.8, 16), (30, 1.0, 16), (14, 0.15, 64)]
+)
+def test_a_beam_group_is_charged_the_watermark_once(num_blocks, watermark, budget):
+    """Its leader runs when its followers start: they are not kept out, and it is not split."""
+    sizes = dict(max_num_seqs=4, max_num_batched_tokens=budget, num_rows=8, block_size=4)
+    engine = make_engine(ToyDecoder(), num_blocks, 40, watermark=watermark, **sizes)
+    engine.add_request([1] * 27, SamplingParams(temperature=0, max_tokens=8))
+    engine.add_request([2] * 12, BeamSearchParams(2 if budget == 16 else 3, max_tokens=4))
+    updates = [update for _ in range(12) for update in news(engine)]
+    assert {update.finish_reason for update in updates} == {"length"}
+    assert not engine.has_unfinished() and check_integrity(engine.state) == []
 
 
 @pytest.mark.usefixtures("no_annotation_checks")

@@ -105,7 +105,7 @@ def check_arguments(
         max_stop_ids=max(len(stops), 1),
     )
     values = {p.name: _per_prompt(p, parameters[p.name], batch) for p in PARAMETERS}
-    arrays = Prompts(tokens, lens, jnp.asarray(key), jnp.asarray(limits), values)
+    arrays = Prompts(_put(tokens), _put(lens), _put(key), _put(limits), _put(values))
     return Sizes(config, is_roomy, stops, num_samples), arrays
 
 
@@ -160,7 +160,7 @@ def _check_model(graphdef: object, params: object) -> None:
         )
 
 
-def _check_prompts(prompts: Any, prompt_lens: Any) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
+def _check_prompts(prompts: Any, prompt_lens: Any) -> tuple[Any, Any]:
     tokens, lens = _to_ids("prompts", prompts), _to_ids("prompt_lens", prompt_lens)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or 0 in tokens.shape:
         raise ConfigError(
@@ -172,10 +172,10 @@ def _check_prompts(prompts: Any, prompt_lens: Any) -> tuple[Int[Array, "B P"], I
             f"prompt_lens: shape {lens.shape} of {lens.dtype}; int32 [{batch}] is needed"
         )
     # A narrow dtype could not be compared with the vocabulary.
-    return tokens.astype(jnp.int32), lens.astype(jnp.int32)
+    return tokens.astype(np.int32), lens.astype(np.int32)
 
 
-def _to_ids(name: str, values: Any) -> Array:
+def _to_ids(name: str, values: Any) -> Array | np.ndarray:
     """Return an array. What does not fit 32 bits is clamped to an id of no vocabulary."""
     if not isinstance(values, jax.Array):
         try:
@@ -190,7 +190,7 @@ def _to_ids(name: str, values: Any) -> Array:
             )
     if jnp.issubdtype(values.dtype, jnp.integer):
         values = _clip_to_32_bits(values)
-    return jnp.asarray(values)
+    return values
 
 
 def _check_key(key: Any) -> None:
@@ -245,7 +245,15 @@ def _per_prompt(parameter: Parameter, value: Any, batch: int) -> Shaped[Array, "
         given = _clip_to_32_bits(given)
     if not isinstance(given, Tracer) and not np.all(parameter.is_accepted(np.asarray(given))):
         raise InvalidRequestError(f"{name}={show(value)}: must be {parameter.accepted}")
-    return jnp.broadcast_to(jnp.asarray(given, parameter.dtype), (batch,))
+    given = given.astype(parameter.dtype)
+    if isinstance(given, np.ndarray | np.generic):
+        return _put(np.broadcast_to(given, (batch,)))
+    return jnp.broadcast_to(given, (batch,))
+
+
+def _put(arrays: Any) -> Any:
+    """Transfer what is of NumPy, said aloud: `jax_transfer_guard` may forbid the rest."""
+    return jax.tree.map(lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, arrays)
 
 
 def _clip_to_32_bits(values: Any) -> Any:

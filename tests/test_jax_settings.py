@@ -215,3 +215,26 @@ def test_attention_is_the_same(dtype):
     usual = attend()
     with settings(**EXACTING):
         jax.tree.map(np.testing.assert_array_equal, attend(), usual)
+
+
+# ---------------------------------------------------------------- what JAX watches over
+
+
+@pytest.mark.slow
+def test_running_transfers_nothing_unsaid_and_makes_no_nan():
+    sizes = dict(max_num_seqs=2, max_num_batched_tokens=8, block_size=4, max_beam_width=2)
+    engine = make_engine(MODEL, 24, 32, enable_prefix_caching=True, **sizes)
+    cache, key = init_cache(CacheConfig(16, 4, 4, 4)), jax.random.key(0)
+    with settings(jax_transfer_guard="disallow", jax_debug_nans=True):
+        engine.add_request([1, 2, 3], SamplingParams(n=2, top_p=0.9, max_tokens=4))
+        engine.add_request([1, 2, 3], BeamSearchParams(2, max_tokens=4))
+        assert len(news(engine)) == 4
+        engine.update_params(MODEL[1])
+        engine.abort(engine.add_request([1, 2, 3]))
+        engine.run(2)
+        out = generate(*MODEL, np.array([[1, 2], [3, 4]]), [2, 1], key, max_new_tokens=2, top_k=3)
+        assert out.lengths.tolist() == [[2], [2]]
+        cache, _ = allocate_slots(cache, [0, 1], [5, 6])
+        cache, _ = fork(cache, 0, [2, 3])
+        cache, ok = free(cache, 0)
+        assert ok and check_integrity(cache) == []

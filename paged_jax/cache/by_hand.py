@@ -106,7 +106,8 @@ def _concrete_rows(cache: PagedCache, rows: Any) -> Int[Array, "k"]:
             raise ConfigError(f"rows={listed}: each must be from 0 to {num_rows - 1}")
         if len(set(listed)) < len(listed):
             raise ConfigError(f"rows={listed}: each row may be named once")
-    return jnp.asarray(rows, jnp.int32)
+    rows = rows.astype(np.int32)
+    return jax.device_put(rows) if isinstance(rows, np.ndarray) else rows
 
 
 def _counts(name: str, values: Any, least: int) -> Int[Array, "k"]:
@@ -119,7 +120,7 @@ def _counts(name: str, values: Any, least: int) -> Int[Array, "k"]:
         return values.astype(jnp.int32)
     if np.any(values < least):
         raise ConfigError(f"{name}={values.tolist()}: must be at least {least}")
-    return jnp.asarray([min(value, MOST) for value in values.tolist()], jnp.int32)
+    return jax.device_put(np.asarray([min(value, MOST) for value in values.tolist()], np.int32))
 
 
 def _integers(name: str, values: Any) -> Any:

@@ -118,10 +118,12 @@ class Engine(Intake):
         for row, output in self._requests.rows.items():
             of_rows[row] = find_root(new_roots, output.request.cache_salt)
 
+        roots = jax.device_put(of_rows)
+
         def keep(state: EngineState) -> None:
             self.params, self._roots, self.state = params, new_roots, state
 
-        self._donate("update_params", lambda: self._programs.set_roots(self.state, of_rows), keep)
+        self._donate("update_params", lambda: self._programs.set_roots(self.state, roots), keep)
 
     @exclusive
     def reset_prefix_cache(self) -> bool:
@@ -286,7 +288,8 @@ class Engine(Intake):
     def _start(self, max_steps: int) -> None:
         is_aborted = np.zeros(self.config.num_rows, bool)
         is_aborted[registry.aborted_rows(self._requests)] = True
-        outputs, steps = dict(self._requests.rows), np.int32(max_steps)
+        outputs = dict(self._requests.rows)
+        steps, is_aborted = jax.device_put((np.int32(max_steps), is_aborted))
 
         def keep(result: tuple[EngineState, Report]) -> None:
             self.state, report = result
@@ -304,7 +307,7 @@ class Engine(Intake):
             return
         self._make_room_for_beams(new)
         roots = {row: find_root(self._roots, o.request.cache_salt) for row, o in new.items()}
-        rows, beams = to_rows(new, self.config, roots), to_beams(new, self.config)
+        rows, beams = jax.device_put((to_rows(new, self.config, roots), to_beams(new, self.config)))
 
         def keep(seqs: sequences.Sequences) -> None:
             self.state = self.state.replace(seqs=seqs)

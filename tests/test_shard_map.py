@@ -73,10 +73,13 @@ def test_generate_gives_each_device_the_tokens_of_its_share_alone(varies):
 
 
 def test_engines_with_all_they_have_go_on_as_each_would_alone():
+    # The compiler of jaxlib 0.11.2 crashes on a prefix directory inside a shard_map.
+    has_directory = jax.__version_info__ >= (0, 12)
     sizes = dict(max_num_seqs=4, max_num_batched_tokens=8, block_size=4, max_beam_width=2)
+    sizes |= dict(enable_prefix_caching=has_directory)
     states = []
     for prompt in ([1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5]):
-        engine = make_engine((GRAPHDEF, PARAMS), 20, 32, enable_prefix_caching=True, **sizes)
+        engine = make_engine((GRAPHDEF, PARAMS), 20, 32, **sizes)
         engine.add_request(prompt, SamplingParams(n=2, seed=1, top_p=0.9, max_tokens=9))
         engine.add_request(prompt, BeamSearchParams(2, max_tokens=6))
         engine.add_request([*prompt, 1], SamplingParams(temperature=0, max_tokens=9))
@@ -100,7 +103,7 @@ def test_engines_with_all_they_have_go_on_as_each_would_alone():
     got = shard(go_on_share, (ALL, SHARE))(PARAMS, both)
     for i in range(2):
         mine = jax.tree.unflatten(kind, [x[i] for x in got])
-        assert check_integrity(mine) == [] and mine.counters.hit_tokens > 0
+        assert check_integrity(mine) == [] and (mine.counters.hit_tokens > 0) == has_directory
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(mine)]
         for path, x, there in zip(paths, got, want[i], strict=True):
             is_float = x.dtype == jnp.float32

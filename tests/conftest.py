@@ -33,6 +33,18 @@ def no_annotation_checks():
     jaxtyping.config.update("jaxtyping_disable", was_off)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Let go of compiled programs when there are many.
+
+    Each takes some hundred memory maps. Linux gives a process 65,530, and XLA crashes without.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        sys.modules["jax"].clear_caches()
+
+
 # With two processes, what takes longest must not begin last.
 LONGEST_FIRST = (
     "test_golden",

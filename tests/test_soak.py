@@ -155,6 +155,9 @@ def test_two_thousand_requests_leave_no_trace_and_each_is_as_alone(name):
     client, warm, held = Client(engine, draw), [], None
     # Everything once, so that nothing is left to compile.
     for target in (engine, alone):
+        first = target.add_request([1], SamplingParams(max_tokens=1))
+        target.run(2)
+        target.take(first)
         target.reset()
         target.update_params(target.params)
         target.reset_prefix_cache()

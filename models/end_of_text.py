@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from paged_jax.models.errors import ModelLoadError, warn
+from paged_jax.errors import warn
+from paged_jax.models.errors import ModelLoadError
 from paged_jax.models.hf_files import Settings, read_json, read_json_if_there
 
 

@@ -1,8 +1,6 @@
 """What loaders raise."""
 
 import importlib
-import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -35,16 +33,10 @@ def require(module: str, purpose: str) -> ModuleType:
 
 @contextmanager
 def load_errors(origin: object) -> Iterator[None]:
-    """Turn a ValueError raised inside into a ModelLoadError that begins with `origin`."""
+    """Turn a bad value raised inside into a ModelLoadError that begins with `origin`."""
     try:
         yield
     except ModelLoadError:
         raise
     except (ValueError, OverflowError) as error:
         raise ModelLoadError(f"{origin}: {error}") from error
-
-
-def warn(message: str) -> None:
-    """Warn of a checkpoint that is used otherwise than its files say, at the caller's line."""
-    package = os.path.dirname(os.path.dirname(__file__))
-    warnings.warn(message, UserWarning, skip_file_prefixes=(package,))

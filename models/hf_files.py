@@ -11,6 +11,7 @@ from paged_jax.models.errors import ModelLoadError, require
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 
 type Kind = type | tuple[type, ...]
+NUMBER = (float, int)
 
 
 class Settings:

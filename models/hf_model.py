@@ -5,11 +5,10 @@ from typing import Any
 
 from paged_jax.models.errors import ModelLoadError, load_errors
 from paged_jax.models.families import NULLABLE, Family, family_of
-from paged_jax.models.hf_files import Kind, Settings, read_json
+from paged_jax.models.hf_files import NUMBER, Kind, Settings, read_json
 from paged_jax.models.hf_rope import read_rope
 from paged_jax.models.llama_config import LlamaConfig
 
-NUMBER = (float, int)
 KINDS: dict[str, Kind] = {
     "hidden_act": str,
     "layer_types": list,

@@ -7,10 +7,9 @@ transformers 5 writes one object `rope_parameters`; 4 and before wrote `rope_the
 from typing import Any
 
 from paged_jax.models.errors import ModelLoadError
-from paged_jax.models.hf_files import Settings
+from paged_jax.models.hf_files import NUMBER, Settings
 from paged_jax.models.rope import RopeConfig
 
-NUMBER = (float, int)
 ORIGINAL = "original_max_position_embeddings"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paged_jax.models.errors import warn
+from paged_jax.errors import warn
 from paged_jax.models.hf_files import SafetensorsFiles
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.weights import TensorSource, expected_parts

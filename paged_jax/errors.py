@@ -1,5 +1,8 @@
 """What goes wrong, as types: everything this package raises on purpose is a `PagedJaxError`."""
 
+import os
+import warnings
+
 
 class PagedJaxError(Exception):
     """Base of the errors below."""
@@ -27,3 +30,8 @@ class EngineClosedError(PagedJaxError, RuntimeError):
 
 class UnknownOptionError(PagedJaxError, TypeError):
     """A keyword that a function or class does not have; the message says what replaces it."""
+
+
+def warn(message: str) -> None:
+    """Warn of what is used otherwise than a file says, at the line of the caller."""
+    warnings.warn(message, UserWarning, skip_file_prefixes=(os.path.dirname(__file__),))

@@ -1,11 +1,9 @@
 """Sampling parameters of a model's generation_config.json."""
 
-import os
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from paged_jax.errors import InvalidRequestError
+from paged_jax.errors import InvalidRequestError, warn
 from paged_jax.sampling.parameters import SamplingParams
 
 # transformers' names of our parameters.
@@ -58,7 +56,7 @@ def sampling_params(settings: Mapping[str, Any]) -> SamplingParams:
     ]
     if left_out:
         shown = ", ".join(f"{name}={settings[name]!r:.40}" for name in left_out)
-        _warn(f"generation config: not supported and left out: {shown}")
+        warn(f"generation config: not supported and left out: {shown}")
     values: dict[str, Any] = {}
     for name, ours in NAMES.items():
         if (value := settings.get(name)) is None:
@@ -66,13 +64,9 @@ def sampling_params(settings: Mapping[str, Any]) -> SamplingParams:
         try:
             SamplingParams(**values, **{ours: value})
         except InvalidRequestError as error:
-            _warn(f"generation config: {name} is left out: {error}")
+            warn(f"generation config: {name} is left out: {error}")
         else:
             values[ours] = value
     if settings.get("do_sample") is False:
         values["temperature"] = 0.0
     return SamplingParams(**values)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, UserWarning, skip_file_prefixes=(os.path.dirname(__file__),))

@@ -227,7 +227,9 @@ class LLM:
         abandon = self.engine.abandoner()
         try:
             for request_id, (job, one, salt) in jobs.items():
-                self._add(request_id, job.prompt_tokens, one, salt)
+                self.engine.add_request(
+                    job.prompt_tokens, one, request_id=request_id, cache_salt=salt
+                )
             for update in self._updates(num_open):
                 job = jobs[update.request_id][0]
                 has_ended = job.take(update)
@@ -240,9 +242,6 @@ class LLM:
             if bar is not None:
                 bar(None, False)
         return [output for output in outputs if output is not None]
-
-    def _add(self, request_id: str, tokens: Any, params: Params | None, salt: str | None) -> None:
-        self.engine.add_request(tokens, params, request_id=request_id, cache_salt=salt)
 
     def _updates(
         self, num_open: dict[str, int], steps: int = STEPS_PER_DISPATCH
@@ -280,7 +279,7 @@ class LLM:
         texts = [GrowingOutput(self.tokenizer) for _ in range(count)]
         abandon = self.engine.abandoner()
         try:
-            self._add(request_id, tokens, params, cache_salt)
+            self.engine.add_request(tokens, params, request_id=request_id, cache_salt=cache_salt)
             for update in self._updates(num_open, steps=1):
                 yield Delta(
                     texts[update.index].take(update),

@@ -7,6 +7,7 @@ from flax import nnx
 
 from paged_jax import Engine, EngineConfig
 from paged_jax.engine.dispatch import Programs, compile_programs
+from paged_jax.models import Llama, LlamaConfig
 
 # A fifth less time for what these tests spend theirs on. Tokens are compared with those of plain
 # models and of transformers all the same.
@@ -37,3 +38,10 @@ def make_engine(model, num_blocks, max_model_len, *, widths=None, seed=0, **size
 def news(engine, max_steps=32):
     """Run, and take all news there is."""
     return [update for request_id in engine.run(max_steps) for update in engine.take(request_id)]
+
+
+def windowed_llama():
+    """A tiny decoder of two groups: full attention, and a window of 5."""
+    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=32, max_model_len=64)
+    heads = dict(num_layers=2, num_heads=2, num_kv_heads=1)
+    return Llama(LlamaConfig(**sizes, **heads, windows=(None, 5)), rngs=nnx.Rngs(0))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from engines import QUICK, make_engine, news
+from engines import QUICK, make_engine, news, windowed_llama
 from paged_jax import (
     BeamSearchParams,
     CacheConfig,
@@ -25,7 +25,6 @@ from paged_jax import (
     init_cache,
 )
 from paged_jax.kernels import ragged_paged_attention, write_kv
-from paged_jax.models import Llama, LlamaConfig
 from paged_jax.sampling.streams import split_seeds
 from toy_decoder import ToyDecoder, random_prompts
 
@@ -118,17 +117,7 @@ EXACTING = dict(
     jax_numpy_dtype_promotion="strict",
     jax_numpy_rank_promotion="raise",
 )
-WINDOWED = LlamaConfig(
-    vocab_size=64,
-    hidden_size=16,
-    intermediate_size=32,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    max_model_len=64,
-    windows=(None, 5),
-)
-MODEL = nnx.split(Llama(WINDOWED, rngs=nnx.Rngs(0)))
+MODEL = nnx.split(windowed_llama())
 exacting = pytest.mark.filterwarnings("error::FutureWarning")  # of a write that narrows a dtype
 
 

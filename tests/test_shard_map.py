@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
-from engines import QUICK, make_engine
+from engines import QUICK, make_engine, windowed_llama
 from paged_jax import (
     BeamSearchParams,
     CacheConfig,
@@ -20,21 +20,10 @@ from paged_jax import (
     init_cache,
 )
 from paged_jax.engine.step import run
-from paged_jax.models import Llama, LlamaConfig
 
 pytestmark = pytest.mark.slow
 ALL, SHARE = PartitionSpec(), PartitionSpec("data")
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    hidden_size=16,
-    intermediate_size=32,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    max_model_len=64,
-    windows=(None, 5),
-)
-GRAPHDEF, PARAMS = nnx.split(Llama(CONFIG, rngs=nnx.Rngs(0)))
+GRAPHDEF, PARAMS = nnx.split(windowed_llama())
 
 
 def shard(function, in_specs):

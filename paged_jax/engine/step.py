@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from paged_jax.arrays import apply_if
 from paged_jax.cache.paged_cache import PagedCache, init_cache, release_passed_blocks
 from paged_jax.cache.pages import copy_pages
 from paged_jax.checks import show
 from paged_jax.config import EngineConfig, token_widths
 from paged_jax.engine.counters import Counters, add_totals, init_counters, raise_peaks
+from paged_jax.engine.passes import decode, head
 from paged_jax.errors import ConfigError
 from paged_jax.sampling.sampler import sample
 from paged_jax.scheduling.batch import Batch, build_batch
@@ -35,6 +35,7 @@ from paged_jax.scheduling.sequences import (
     finished_places,
     has_unfinished,
     init_sequences,
+    running_rows,
 )
 
 
@@ -102,13 +103,7 @@ def step(
         eventful_steps=plan.num_events,
     )
     state = EngineState(plan.cache.replace(kv=kv), plan.seqs, counters)
-    needed, narrower = _needed_width(plan.seqs, plan.take), jnp.zeros_like(total)
-    for width in widths:
-        fits = (needed > narrower) & (needed <= width)
-        with jax.named_scope(f"width_{width}"):
-            state = apply_if(fits, lambda s, w=width: _compute(model, s, plan.take, w), state)
-        narrower = jnp.full_like(total, width)
-    return state, total > 0
+    return _compute(model, state, plan.take, widths), total > 0
 
 
 def run(
@@ -148,28 +143,20 @@ def _full_budget(state: EngineState) -> Int[Array, ""]:
     return jnp.full_like(state.seqs.num_running, state.config.max_num_batched_tokens)
 
 
-def _needed_width(seqs: Sequences, take: Int[Array, "S"]) -> Int[Array, ""]:
-    """Return the least width that holds the step: its tokens, and every place that has some.
-
-    take 1 0 1, places 0 to 2 -> 3: a dormant beam has a place, but no token
-    """
-    total = jnp.sum(take, dtype=jnp.int32)
-    if seqs.beams is None:
-        return total
-    places = jnp.arange(1, take.shape[0] + 1, dtype=jnp.int32)
-    return jnp.maximum(total, jnp.max(jnp.where(take > 0, places, 0)))
-
-
-def _compute(model: Any, state: EngineState, take: Int[Array, "S"], width: int) -> EngineState:
+def _compute(
+    model: Any, state: EngineState, take: Int[Array, "S"], widths: tuple[int, ...]
+) -> EngineState:
     """Run the decoder over the tokens taken, sample, and commit what came of it."""
     cache, seqs = state.cache, state.seqs
     with jax.named_scope("grow"):
-        books = grow_running(cache.books, seqs, take, width)
+        books = grow_running(cache.books, seqs, take, widths[-1])
     with jax.named_scope("batch"):
-        batch = build_batch(books, seqs, take, width)
-    with jax.named_scope("decoder"):
-        hidden, k_pages, v_pages = model(batch.tokens, batch, cache.kv.k_pages, cache.kv.v_pages)
-        logits = model.logits(hidden[batch.last_tokens])
+        batch = build_batch(books, seqs, take, widths[-1])
+    hidden, kv = decode(model, batch, cache.kv, widths)
+    with jax.named_scope("head"):
+        place = jnp.arange(1, take.shape[0] + 1, dtype=jnp.int32)
+        count = jnp.max(jnp.where(batch.is_sampled, place, 0))
+        logits = head(model, hidden, count, widths)
     with jax.named_scope("sample"):
         rows = jax.tree.map(lambda x: x[batch.rows], seqs.sampling)
         is_sampled = batch.is_sampled
@@ -180,41 +167,44 @@ def _compute(model: Any, state: EngineState, take: Int[Array, "S"], width: int) 
         tokens, logprobs = sample(logits, rows, seqs.num_tokens[batch.rows], is_sampled)
     with jax.named_scope("commit"):
         num_sampled = jnp.sum(is_sampled & jnp.isfinite(logprobs), dtype=jnp.int32)
-        counters = _count(state.counters, books, batch, jnp.sum(take, dtype=jnp.int32), num_sampled)
+        counters = _count(state.counters, books, seqs, take, batch.num_tokens, num_sampled)
         seqs = append(seqs, batch.rows, tokens, logprobs, is_sampled)
-        books, seqs = _commit(books, seqs, batch, take[:width], width)
-    kv = cache.kv.replace(k_pages=k_pages, v_pages=v_pages)
+        books, seqs = _commit(books, seqs, batch)
     return EngineState(books.replace(kv=kv), seqs, counters)
 
 
-def _commit(
-    books: PagedCache, seqs: Sequences, batch: Batch, take: Int[Array, "s"], width: int
-) -> tuple[PagedCache, Sequences]:
+def _commit(books: PagedCache, seqs: Sequences, batch: Batch) -> tuple[PagedCache, Sequences]:
     """Count the tokens as computed, and release the blocks that windows have passed."""
-    rows = jnp.where(take > 0, batch.rows, seqs.num_rows)
     before = seqs.num_computed[batch.rows]
-    seqs = seqs.replace(num_computed=seqs.num_computed.at[rows].add(take, mode="drop"))
-    return release_passed_blocks(books, rows, before, before + take, width), seqs
+    after = before + batch.take
+    seqs = seqs.replace(num_computed=seqs.num_computed.at[batch.rows].set(after, mode="drop"))
+    return release_passed_blocks(books, batch.rows, before, after, batch.tokens.shape[0]), seqs
 
 
 def _count(
     counters: Counters,
     books: PagedCache,
-    batch: Batch,
-    num_computed: Int[Array, ""],
+    seqs: Sequences,
+    take: Int[Array, "S"],
+    num_tokens: Int[Array, ""],
     num_sampled: Int[Array, ""],
 ) -> Counters:
+    """Count a step, if it has any tokens; `seqs` are the rows before it."""
+    is_step = (num_tokens > 0).astype(jnp.int32)
     num_used = books.pool.num_blocks - 1 - books.pool.num_free
-    is_active = jnp.arange(batch.rows.shape[0], dtype=jnp.int32) < batch.num_seqs
+    rows, is_active = running_rows(seqs)
     # What is shared is full, except for the last block of a fork in the step before it is copied.
-    slots = books.tables.num_blocks[:, batch.rows] * books.config.block_size
-    num_empty = jnp.sum(jnp.where(is_active[None], slots - batch.kv_lens[None], 0), dtype=jnp.int32)
+    slots = books.tables.num_blocks[:, rows] * books.config.block_size
+    filled = seqs.num_computed[rows] + take
+    num_empty = jnp.sum(jnp.where(is_active[None], slots - filled[None], 0), dtype=jnp.int32)
     counters = add_totals(
         counters,
-        steps=jnp.ones_like(num_used),
-        computed_tokens=num_computed,
+        steps=is_step,
+        computed_tokens=num_tokens,
         generated_tokens=num_sampled,
-        block_steps=num_used,
-        empty_slot_steps=num_empty,
+        block_steps=num_used * is_step,
+        empty_slot_steps=num_empty * is_step,
     )
-    return raise_peaks(counters, peak_blocks=num_used, peak_running=batch.num_seqs)
+    return raise_peaks(
+        counters, peak_blocks=num_used * is_step, peak_running=seqs.num_running * is_step
+    )

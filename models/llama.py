@@ -1,5 +1,8 @@
 """The Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM) as a Flax NNX module over pages."""
 
+from functools import partial
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -84,12 +87,16 @@ class Llama(nnx.Module):
         turn = rotation(batch.positions, self.config.rope, self.head_dim)
         x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
         for layer, (group, p) in zip(self.layers, self.config.kv_places, strict=True):
-            normed = layer.attention_norm(x)
-            attended, ks[p], vs[p] = layer.attention(
-                normed, turn, batch, group, plans[group], ks[p], vs[p]
+            graphdef, params = nnx.split(layer)
+            seen = GroupBatch(
+                batch.slots[group],
+                batch.block_tables[group],
+                batch.kv_lens,
+                batch.cu_q_lens,
+                batch.num_seqs,
+                plans[group],
             )
-            x = x + attended
-            x = x + layer.mlp(layer.mlp_norm(x))
+            x, ks[p], vs[p] = _run_layer(graphdef, params, x, turn, seen, ks[p], vs[p])
         return self.norm(x), tuple(ks), tuple(vs)
 
     @property
@@ -103,14 +110,39 @@ class Llama(nnx.Module):
         return _dot(hidden, head[...])
 
 
+class GroupBatch(NamedTuple):
+    """What the layers of one KV-cache group see of a batch (`interface.TokenBatch`)."""
+
+    slots: Int[Array, "T"]
+    block_tables: Int[Array, "S M"]
+    kv_lens: Int[Array, "S"]
+    cu_q_lens: Int[Array, "S+1"]
+    num_seqs: Int[Array, ""]
+    plan: AttentionPlan
+
+
 class Layer(nnx.Module):
-    """The parameters of one layer."""
+    """One layer: attention and feed-forward network, each after a norm and beside a residual."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.hidden_size, config)
         self.attention = Attention(config, rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config)
         self.mlp = MLP(config, rngs)
+
+    def __call__(self, x, turn, batch: GroupBatch, k_pages, v_pages):
+        """Return the layer's output and its pages."""
+        attended, k_pages, v_pages = self.attention(
+            self.attention_norm(x), turn, batch, k_pages, v_pages
+        )
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), k_pages, v_pages
+
+
+# Jitted, so that layers of equal shape share one trace: a start spends its Python time there.
+@partial(jax.jit, static_argnums=0)
+def _run_layer(graphdef, params, x, turn, batch: GroupBatch, k_pages, v_pages):
+    return nnx.merge(graphdef, params)(x, turn, batch, k_pages, v_pages)
 
 
 class RMSNorm(nnx.Module):
@@ -131,7 +163,6 @@ class Attention(nnx.Module):
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         d, kv, dim = config.hidden_size, config.num_kv_heads, config.head_dim
         heads = (kv, config.num_heads // kv + 2, dim)
-        self.windows = config.group_windows
         self.qkv = _normal(rngs, (*heads, d), config)
         self.out = _normal(rngs, (d, config.num_heads * dim), config)
         self.qkv_bias = _zeros(heads, config) if config.qkv_bias else None
@@ -143,9 +174,7 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "T d"],
         turn: tuple[Float32[Array, "T half"], Float32[Array, "T half"]],
-        batch: TokenBatch,
-        group: int,
-        plan: AttentionPlan,
+        batch: GroupBatch,
         k_pages: Float[Array, "N block_size KV D"],
         v_pages: Float[Array, "N block_size KV D"],
     ) -> tuple[
@@ -166,19 +195,19 @@ class Attention(nnx.Module):
         qk = rotate(qk, *turn)
         q, k = qk[:, :, :-1].reshape(qk.shape[0], -1, qk.shape[3]), qk[:, :, -1]
         k_pages, v_pages = write_kv(
-            k_pages, v_pages, k.astype(k_pages.dtype), v.astype(v_pages.dtype), batch.slots[group]
+            k_pages, v_pages, k.astype(k_pages.dtype), v.astype(v_pages.dtype), batch.slots
         )
         attended = ragged_paged_attention(
             q,
             k_pages,
             v_pages,
             batch.kv_lens,
-            batch.block_tables[group],
+            batch.block_tables,
             batch.cu_q_lens,
             batch.num_seqs,
             scale=q.shape[-1] ** -0.5,
-            window=self.windows[group],
-            plan=plan,
+            window=batch.plan.planned.window,
+            plan=batch.plan,
         )
         out = _add(
             _dot(attended.reshape(x.shape[0], -1).astype(x.dtype), self.out[...]), self.out_bias

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from paged_jax.arrays import ceil_div
 from paged_jax.sampling.rows import SamplingRows
 from paged_jax.sampling.streams import uniforms
 
@@ -26,6 +27,7 @@ CANDIDATES = 128
 HEAD_DEPTH = (
     16  # tokens of a column, when the vocabulary is laid out in columns to find its largest
 )
+ROWS_AT_A_TIME = 8  # sampled together on a CPU
 DRAW_BLOCK = 256  # tokens of a block, when one is drawn in two stages: a block, then a token in it
 
 
@@ -42,9 +44,52 @@ def sample(
     counts the tokens that each row has: the position of the new one. Other rows get a token that
     means nothing.
 
-    A row's token depends on its logits, parameters, seed and position alone. Its log-probability
-    also depends, in the last bit or so, on the number of rows.
+    A row's token depends on its logits, parameters, seed and position alone. On a CPU a few rows
+    are sampled at a time, so that what is computed of them stays in its cache and rows behind the
+    last one wanted cost nothing. Elsewhere all are sampled at once: a loop would wait for the host.
     """
+    args = (logits, rows, lengths, is_wanted)
+    if logits.shape[0] <= ROWS_AT_A_TIME:
+        return _sample_all(*args)
+    return jax.lax.platform_dependent(*args, cpu=_sample_by_parts, default=_sample_all)
+
+
+def _sample_by_parts(
+    logits: Float[Array, "S V"],
+    rows: SamplingRows,
+    lengths: Int[Array, "S"],
+    is_wanted: Bool[Array, "S"],
+) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
+    """Sample `ROWS_AT_A_TIME` rows after another, up to the last one wanted.
+
+    The last part may begin early, and samples some rows again.
+    """
+    place = jnp.arange(1, is_wanted.shape[0] + 1, dtype=jnp.int32)
+    count = jnp.max(jnp.where(is_wanted, place, 0))
+
+    def sample_part(i, sampled):
+        part = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, i * ROWS_AT_A_TIME, ROWS_AT_A_TIME),
+            (logits, rows, lengths, is_wanted),
+        )
+        return jax.tree.map(
+            lambda whole, new: jax.lax.dynamic_update_slice_in_dim(
+                whole, new, i * ROWS_AT_A_TIME, 0
+            ),
+            sampled,
+            _sample_all(*part),
+        )
+
+    start = (jnp.zeros_like(lengths), jnp.full_like(lengths, 0, dtype=logits.dtype))
+    return jax.lax.fori_loop(0, ceil_div(count, ROWS_AT_A_TIME), sample_part, start)
+
+
+def _sample_all(
+    logits: Float[Array, "S V"],
+    rows: SamplingRows,
+    lengths: Int[Array, "S"],
+    is_wanted: Bool[Array, "S"],
+) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
     is_early = is_wanted & (lengths < rows.min_len)
     is_special = is_wanted & ((rows.parameters["temperature"] > 0) | is_early)
     tokens, is_masked = jax.lax.cond(
@@ -94,7 +139,7 @@ def _sample_any(
     )
     kept = jnp.where(scaled >= threshold[:, None], jnp.exp(scaled), 0)
     is_empty = jnp.max(logits, axis=1) == -jnp.inf
-    return jnp.where(is_warm, _draw(kept, uniforms(rows.seed, lengths, 2)), greedy), is_empty
+    return jnp.where(is_warm, _draw(kept, uniforms(rows.seed, lengths)), greedy), is_empty
 
 
 def _is_filtered(rows: SamplingRows) -> Bool[Array, "R"]:

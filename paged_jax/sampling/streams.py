@@ -25,15 +25,13 @@ def split_seeds(key: Key[Array, ""] | UInt[Array, "words"], count: int) -> UInt[
     return _bits(own, count)
 
 
-def uniforms(
-    seeds: UInt[Array, "S"], positions: Int[Array, "S"], count: int
-) -> Float[Array, "S count"]:
-    """Return `count` numbers in [0, 1) for each stream at its position."""
+def uniforms(seeds: UInt[Array, "S"], positions: Int[Array, "S"]) -> Float[Array, "S 2"]:
+    """Return two numbers in [0, 1) for each stream at its position: the words of one hash."""
 
     def draw(seed, position):
         key = jax.random.fold_in(jax.random.key(seed, impl=IMPL), position)
         # 23 bits are the mantissa of a float32 from 1 on.
-        bits = (_bits(key, count) >> jnp.uint32(9)) | jnp.uint32(0x3F800000)
+        bits = (jax.random.key_data(key) >> jnp.uint32(9)) | jnp.uint32(0x3F800000)
         return jax.lax.bitcast_convert_type(bits, jnp.float32) - jnp.float32(1)
 
     return jax.vmap(draw)(seeds, positions)

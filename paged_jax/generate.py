@@ -75,6 +75,7 @@ def generate(
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
     cache: PagedCache | None = None,
+    bucket: bool = False,
 ) -> Generated:
     """Continue each prompt, `num_samples` times, inside one jitted program.
 
@@ -94,6 +95,8 @@ def generate(
         max_num_batched_tokens: token budget of a step.
         cache: from `init_cache(CacheConfig.for_decoder(...))` or an earlier call, instead of a new
             one. It is used up (donated), and its successor is in the result.
+        bucket: compute in shapes of powers of two (B, P and the greatest `max_new_tokens`), so that
+            calls of other sizes need no new compilation. The result is the same.
 
     Raises ConfigError where the static sizes cannot work, and InvalidRequestError for a parameter
     that is not accepted, where it is concrete. A bad prompt ends its own row alone.
@@ -113,8 +116,20 @@ def generate(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         cache=cache,
+        bucket=bucket,
     )
-    return _generate(graphdef, sizes, cache, params, arrays)
+    out = _generate(graphdef, sizes, cache, params, arrays)
+    return _cut(out, np.shape(prompts)[0], int(np.max(max_new_tokens))) if bucket else out
+
+
+def _cut(out: Generated, batch: int, max_new: int) -> Generated:
+    """Cut what was asked for out of the result of a bucket."""
+    return out.replace(
+        tokens=out.tokens[:batch, :, :max_new],
+        lengths=out.lengths[:batch],
+        logprobs=out.logprobs[:batch, :, :max_new],
+        finish_reason=out.finish_reason[:batch],
+    )
 
 
 class Outputs(NamedTuple):

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Int, Key, Shaped, UInt
 
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.checks import MOST, check_int, show
+from paged_jax.checks import MOST, check_bool, check_int, show
 from paged_jax.config import CacheConfig, EngineConfig
 from paged_jax.engine.requests import max_blocks_held
 from paged_jax.errors import ConfigError, InvalidRequestError
@@ -69,18 +69,28 @@ def check_arguments(
     max_num_seqs: Any,
     max_num_batched_tokens: Any,
     cache: Any,
+    bucket: Any,
 ) -> tuple[Sizes, Prompts]:
     """Return the arguments of `generate`, which has the same names, static and traced.
+
+    In a bucket they have the shapes of the bucket.
 
     Raises ConfigError for sizes and InvalidRequestError for parameters.
     """
     _check_model(graphdef, params)
     tokens, lens = _check_prompts(prompts, prompt_lens)
     _check_key(key)
+    num_samples = check_int("num_samples", num_samples, 1, error=InvalidRequestError)
+    limits = _check_limits(max_new_tokens, tokens.shape[0])
+    values = {p.name: _per_prompt(p, parameters[p.name], tokens.shape[0]) for p in PARAMETERS}
+    max_new = int(limits.max())
+    if check_bool("bucket", bucket, error=ConfigError):
+        longest = nnx.merge(graphdef, params).max_model_len
+        tokens, max_new = _widen(tokens, max_new, longest)
+        lens, limits, values = jax.tree.map(
+            lambda x: _lengthen(x, bucket_of(x.shape[0])), (lens, limits, values)
+        )
     batch, length = tokens.shape
-    error = InvalidRequestError
-    num_samples = check_int("num_samples", num_samples, 1, error=error)
-    limits = _check_limits(max_new_tokens, batch)
     stops = tuple(token for name, ids in stop_ids.items() for token in check_ids(name, ids))
     rows = batch * num_samples
     running = MAX_RUNNING
@@ -97,16 +107,38 @@ def check_arguments(
         num_blocks, block_size = cache.config.num_blocks, cache.config.block_size
     config = EngineConfig(
         num_blocks=2 if num_blocks is None else num_blocks,
-        max_model_len=length + int(limits.max()),
+        max_model_len=length + max_new,
         max_num_seqs=running,
         max_num_batched_tokens=budget,
         num_rows=rows,
         block_size=block_size,
         max_stop_ids=max(len(stops), 1),
     )
-    values = {p.name: _per_prompt(p, parameters[p.name], batch) for p in PARAMETERS}
     arrays = Prompts(_put(tokens), _put(lens), _put(key), _put(limits), _put(values))
     return Sizes(config, is_roomy, stops, num_samples), arrays
+
+
+def bucket_of(size: int) -> int:
+    """Return the next power of two: 5 -> 8, 8 -> 8."""
+    return 1 << (size - 1).bit_length()
+
+
+def _widen(tokens: Any, max_new: int, longest: int) -> tuple[Any, int]:
+    """Return prompts [B, P] and the most new tokens in their bucket.
+
+    Prompt and output together stay within `longest` where they were.
+    """
+    batch, length = tokens.shape
+    wide = max(length, min(bucket_of(length), longest - max_new))
+    max_new = max(max_new, min(bucket_of(max_new), longest - wide))
+    pad = jnp.pad if isinstance(tokens, jax.Array) else np.pad
+    return _lengthen(pad(tokens, ((0, 0), (0, wide - length))), bucket_of(batch)), max_new
+
+
+def _lengthen(x: Any, size: int) -> Any:
+    """Pad the first axis with zeros: prompts of length 0, which are not computed."""
+    pad = jnp.pad if isinstance(x, jax.Array) else np.pad
+    return pad(x, [(0, size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
 
 
 def check_fits(
@@ -226,7 +258,7 @@ def _check_limits(max_new_tokens: Any, batch: int) -> np.ndarray:
     return np.broadcast_to(limits, (batch,)).astype(np.int32)
 
 
-def _per_prompt(parameter: Parameter, value: Any, batch: int) -> Shaped[Array, "B"]:
+def _per_prompt(parameter: Parameter, value: Any, batch: int) -> Any:
     """Return one value of a sampling parameter for each prompt, checked where it is concrete."""
     name = parameter.name
     try:
@@ -247,7 +279,7 @@ def _per_prompt(parameter: Parameter, value: Any, batch: int) -> Shaped[Array, "
         raise InvalidRequestError(f"{name}={show(value)}: must be {parameter.accepted}")
     given = given.astype(parameter.dtype)
     if isinstance(given, np.ndarray | np.generic):
-        return _put(np.broadcast_to(given, (batch,)))
+        return np.broadcast_to(given, (batch,))
     return jnp.broadcast_to(given, (batch,))
 
 

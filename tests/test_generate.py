@@ -2,6 +2,8 @@
 misuse it answered.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from compilations import compilations
 from paged_jax import (
     CacheConfig,
     ConfigError,
@@ -286,3 +289,31 @@ def test_a_count_past_32_bits_is_the_largest_and_does_not_wrap():
     (top_k,) = (p for p in PARAMETERS if p.name == "top_k")
     for value in (2**40, np.int64(2**32 + 1), np.array([2**32 + 1] * 2), [2**31 + 5, 2**40]):
         assert _per_prompt(top_k, value, 2).tolist() == [2**31 - 1] * 2
+
+
+def test_a_bucket_computes_the_same_and_a_sweep_compiles_its_loop_once():
+    graphdef, params = nnx.split(TOY)
+    found = []
+    with compilations() as messages:
+        for batch, length, new in ((5, 6, 7), (7, 8, 5), (8, 5, 8)):
+            prompts, lens = np.full((batch, length), 3), np.arange(batch) % length + 1
+            key = jax.random.key(batch)
+            sizes = dict(max_new_tokens=np.arange(batch) % new + 1, num_samples=2, top_k=9)
+            call = partial(generate, graphdef, params, prompts, lens, key, **sizes)
+            found.append((call(bucket=True), call))
+        loops = [message for message in messages if "jit(_generate)" in message]
+        assert len(loops) == 1, loops
+    out, call = found[0]
+    plain = call()
+    assert out.tokens.shape == plain.tokens.shape == (5, 2, 5)
+    for name in ("tokens", "lengths", "finish_reason"):
+        assert np.array_equal(getattr(out, name), getattr(plain, name)), name
+    assert np.allclose(out.logprobs, plain.logprobs, atol=1e-5)
+
+
+def test_a_bucket_stays_within_the_model():
+    graphdef, params = nnx.split(TOY)
+    longest = TOY.max_model_len
+    prompts = np.ones((1, longest - 3), int)
+    out = generate(graphdef, params, prompts, [2], jax.random.key(0), max_new_tokens=3, bucket=True)
+    assert out.tokens.shape == (1, 1, 3) and int(out.lengths[0, 0]) == 3

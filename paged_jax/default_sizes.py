@@ -1,13 +1,13 @@
 """Sizes of an engine where the caller gives none."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from paged_jax.arrays import ceil_div
 from paged_jax.checks import check_int
-from paged_jax.config import EngineConfig
+from paged_jax.config import EngineConfig, token_widths
 from paged_jax.errors import ConfigError
 
 CPU_CACHE_BYTES = 2**30
@@ -36,8 +36,8 @@ def choose_sizes(
 
     on_cpu = jax.default_backend() == "cpu"
     block_size = check_int("block_size", block_size, 1, error=ConfigError)
-    running = given("max_num_seqs", max_num_seqs, 1, 32 if on_cpu else 256)
-    default_budget = max(running, 128 if on_cpu else 2048)
+    running = given("max_num_seqs", max_num_seqs, 1, 64 if on_cpu else 256)
+    default_budget = max(running, 512 if on_cpu else 2048)
     budget = given("max_num_batched_tokens", max_num_batched_tokens, 1, default_budget)
     length = given("max_model_len", max_model_len, 2, decoder.max_model_len)
     num_groups = len(decoder.kv_groups)
@@ -56,6 +56,35 @@ def choose_sizes(
         max_stop_ids=max(8, len(decoder.eos_token_ids) + 4),
         watermark=watermark,
     )
+
+
+class Widths(NamedTuple):
+    """Token counts that an engine's steps are compiled for.
+
+    Attributes:
+        first: of the program that serves from the start.
+        later: of the one that is compiled in the background meanwhile, or None.
+    """
+
+    first: tuple[int, ...]
+    later: tuple[int, ...] | None
+
+
+def choose_widths(config: EngineConfig) -> Widths:
+    """Return the widths for the default backend.
+
+    On a CPU a step costs what its width costs: one row, all running rows and the whole budget at
+    first, then each power of two. On a GPU a narrow step costs what a wider one costs.
+
+        64 running, budget 512 -> (1, 64, 512), later (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    """
+    running, budget = config.max_num_seqs, config.max_num_batched_tokens
+    if jax.default_backend() != "cpu":
+        return Widths(token_widths(config), None)
+    powers = {1 << i for i in range(budget.bit_length())}
+    first, later = ({*more, running, budget} for more in ((1,), powers))
+    later = None if first == later else tuple(sorted(later))
+    return Widths(tuple(sorted(first)), later)
 
 
 def _block_bytes(decoder: Any, block_size: int) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 from flax import nnx
 
 from paged_jax.checks import show
-from paged_jax.default_sizes import choose_sizes
+from paged_jax.compile_cache import use_compile_cache
+from paged_jax.default_sizes import choose_sizes, choose_widths
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.report import STEPS_PER_DISPATCH, Update
 from paged_jax.errors import EngineClosedError, InvalidRequestError
@@ -52,6 +53,9 @@ class LLM:
         enable_prefix_caching: prompts that begin like earlier ones, or like another's output, skip
             that part.
         watermark: share of the blocks that stays free when a sequence starts beside others.
+        widths: token counts that a step is compiled for, see `config.token_widths`. None serves
+            with a few at first, and on a CPU compiles more in the background: a step then costs
+            what its tokens cost.
         seed: of the random streams of requests that have none.
 
     Raises ConfigError naming a size that cannot work, and what `load_model` raises.
@@ -70,8 +74,10 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool = True,
         watermark: float = 0.0,
+        widths: tuple[int, ...] | None = None,
         seed: int = 0,
     ):
+        use_compile_cache()
         decoder, self.tokenizer, self._generation_settings = read_parts(model, tokenizer, dtype)
         config = choose_sizes(
             decoder,
@@ -83,7 +89,10 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             watermark=watermark,
         )
-        self.engine = Engine(*nnx.split(decoder), config, seed=seed)
+        first, later = choose_widths(config) if widths is None else (widths, None)
+        self.engine = Engine(
+            *nnx.split(decoder), config, widths=first, later_widths=later, seed=seed
+        )
 
     @answers_unknown_options
     def generate(

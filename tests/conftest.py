@@ -16,8 +16,14 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 FLAGS = ("--xla_force_host_platform_device_count=4", "--xla_llvm_disable_expensive_passes=true")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
+os.environ["PAGED_JAX_CACHE"] = "off"  # what is tested is compiled here and now
+
 # Every call and every dataclass of the product is checked against its annotations, shapes included.
 jaxtyping.install_import_hook("paged_jax", "annotations.check")
+
+
+from paged_jax.config import token_widths  # noqa: E402
+from paged_jax.default_sizes import Widths  # noqa: E402
 
 
 @pytest.fixture
@@ -31,6 +37,13 @@ def no_annotation_checks():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", was_off)
+
+
+@pytest.fixture(autouse=True)
+def two_widths(monkeypatch):
+    """Let `LLM` compile what an engine compiles: a ladder of widths takes long, for each toy."""
+    choose = "paged_jax.llm.choose_widths"
+    monkeypatch.setattr(choose, lambda config: Widths(token_widths(config), None))
 
 
 @pytest.fixture(scope="module", autouse=True)

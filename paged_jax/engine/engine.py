@@ -38,6 +38,7 @@ from paged_jax.engine.dispatch import (
 )
 from paged_jax.engine.exclusive import exclusive
 from paged_jax.engine.intake import Intake
+from paged_jax.engine.later import Successor
 from paged_jax.engine.report import STEPS_PER_DISPATCH, Report, Update
 from paged_jax.engine.requests import Output, Request, to_beams, to_rows
 from paged_jax.engine.roots import Roots, find_root, with_new_roots
@@ -66,6 +67,8 @@ class Engine(Intake):
     Args:
         graphdef, params: of a decoder, from `nnx.split(model)`.
         widths: token counts that a step is compiled for, see `config.token_widths`.
+        later_widths: of a second program, compiled in another process while the first one serves.
+            It takes over once it is ready (`engine.later`).
         seed: of the random streams of requests that have no seed.
 
     Raises ConfigError where the config asks for more than the decoder can do.
@@ -78,6 +81,7 @@ class Engine(Intake):
         config: EngineConfig,
         *,
         widths: tuple[int, ...] | None = None,
+        later_widths: tuple[int, ...] | None = None,
         seed: int = 0,
     ):
         if not isinstance(graphdef, nnx.GraphDef) or not isinstance(config, EngineConfig):
@@ -98,6 +102,8 @@ class Engine(Intake):
         self.counters: Counters | None = None  # as of the last report
         self._graphdef = graphdef
         self._programs: Programs = compile_programs(graphdef, self.widths)
+        later = None if later_widths is None else token_widths(config, later_widths)
+        self._successor = Successor(graphdef, later)  # of the program that runs
         self._flying: deque[Dispatch] = deque()  # on their way, not collected yet
         self._roots = Roots()
         self._lost_in: str | None = None  # the call in which the state was lost
@@ -113,6 +119,8 @@ class Engine(Intake):
         """
         self._check_open()
         check_like(params, self.params)
+        if _shardings(params) != _shardings(self.params):
+            self._successor.forget()
         new_roots = with_new_roots(self._roots)
         of_rows = np.full(self.config.num_rows, -1, np.int32)
         for row, output in self._requests.rows.items():
@@ -248,6 +256,7 @@ class Engine(Intake):
         for array in jax.tree.leaves(self.state):
             array.delete()  # room for the new ones
         self._flying.clear()
+        self._successor.forget()
         registry.requeue(self._requests)
         state = init_state(config, nnx.merge(self._graphdef, self.params))
         if self.counters is not None:
@@ -296,9 +305,11 @@ class Engine(Intake):
             self._flying.append(Dispatch(report, outputs, max_steps))
 
         def program() -> tuple[EngineState, Report]:
-            return self._programs.run(self.params, self.state, steps, is_aborted)
+            run = self._successor.pick(self._programs.run)
+            return run(self.params, self.state, steps, is_aborted)
 
         self._donate("dispatch", program, keep)
+        self._successor.prepare(self.params, self.state, steps, is_aborted)
 
     def _fill_rows(self) -> None:
         """Give empty rows to the requests at the head of the queue."""
@@ -320,6 +331,8 @@ class Engine(Intake):
         widths = [each.beam_width for each in params if isinstance(each, BeamSearchParams)]
         if widths:
             seqs = sequences.make_room_for_beams(self.state.seqs, max(widths))
+            if jax.tree.structure(seqs) != jax.tree.structure(self.state.seqs):
+                self._successor.forget()
             self.state = self.state.replace(seqs=seqs)
 
     def _settle(self) -> None:
@@ -328,6 +341,10 @@ class Engine(Intake):
         if registry.aborted_rows(self._requests) and not self._has_unfinished():
             self._start(0)
             self._collect_all()
+
+
+def _shardings(params: Any) -> list[Any]:
+    return [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params)]
 
 
 def _check_progress(waiting: list[int], unwanted: list[int]) -> None:

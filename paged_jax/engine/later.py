@@ -1,0 +1,134 @@
+"""A program that another process compiles, and that takes over once it is ready.
+
+    this process    serves with the first program ....................  reads what was compiled
+    another one     traces and compiles the successor, at low priority, into JAX's cache folder
+
+A thread would do the same, but it would hold Python's lock while it traces, and a process that ends
+while a thread of it compiles may crash. So there must be a cache folder (`compile_cache`), and the
+decoder's class must be importable. Where something is not as it must be, the first program goes on
+serving.
+"""
+
+import atexit
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from paged_jax.engine.dispatch import compile_programs
+
+NICE = 10  # priority of the other process: it compiles in what the one that serves leaves
+
+
+class Spec(NamedTuple):
+    """All that the other process needs: what is compiled, and JAX's settings here."""
+
+    graphdef: nnx.GraphDef
+    widths: tuple[int, ...]
+    shapes: tuple[Any, ...]
+    settings: dict[str, Any]
+
+
+class Successor:
+    """What takes over from an engine's program: the same, of other widths. None without widths."""
+
+    def __init__(self, graphdef: nnx.GraphDef, widths: tuple[int, ...] | None):
+        self._graphdef, self._widths = graphdef, widths
+        self._compilation: Compilation | None = None
+
+    def pick(self, first: Callable) -> Callable:
+        """Return the successor if it is ready, else `first`."""
+        ready = None if self._compilation is None else self._compilation.program
+        return first if ready is None else ready
+
+    def prepare(self, *args: Any) -> None:
+        """Begin to compile it for arguments of such shapes, if that was not begun."""
+        if self._widths is not None and self._compilation is None:
+            shapes = jax.tree.map(_shape, args)
+            self._compilation = Compilation(self._graphdef, self._widths, shapes)
+
+    def forget(self) -> None:
+        """Forget what was compiled: the next arguments have other shapes."""
+        self._compilation = None
+
+    def wait(self) -> str | None:
+        """Wait until what was begun has ended; returns why there is no successor, None if one."""
+        if self._compilation is None:
+            return "nothing was begun"
+        self._compilation.thread.join()
+        return self._compilation.problem
+
+
+class Compilation:
+    """A program on its way.
+
+    Attributes:
+        program: what was compiled, once it is ready.
+        problem: why it could not be.
+        thread: waits for the other process, then reads what that has compiled.
+    """
+
+    def __init__(self, graphdef: nnx.GraphDef, widths: tuple[int, ...], shapes: tuple[Any, ...]):
+        self.program: Callable | None = None
+        self.problem: str | None = None
+        args = (graphdef, widths, shapes)
+        self.thread = threading.Thread(target=self._compile, args=args, daemon=True)
+        self.thread.start()
+
+    def _compile(self, graphdef, widths, shapes) -> None:
+        try:
+            self.problem = compile_elsewhere(Spec(graphdef, widths, shapes, _settings()))
+            if self.problem is None:
+                # A process must not end in the middle of this, which takes a second or two.
+                atexit.register(self.thread.join)
+                program = compile_programs(graphdef, widths).run
+                self.program = program.lower(*shapes).compile()
+                atexit.unregister(self.thread.join)
+        except Exception as error:
+            self.problem = f"{type(error).__name__}: {error}"
+
+
+def compile_elsewhere(spec: Spec) -> str | None:
+    """Compile into JAX's cache folder, in another process. Returns why that did not work, or None.
+
+    The process goes on where this one ends: the next start finds what it has compiled.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        return "JAX has no cache folder"
+    command = [sys.executable, "-c", f"import {__name__} as later; later.serve_spec()"]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is not for it
+    )
+    _, errors = process.communicate(pickle.dumps((sys.path, NICE)) + pickle.dumps(spec))
+    return None if process.returncode == 0 else errors.decode(errors="replace")[-1000:]
+
+
+def serve_spec() -> None:
+    """Compile the spec that stands on the standard input: what the other process does."""
+    sys.path[:], nice = pickle.load(sys.stdin.buffer)
+    if hasattr(os, "nice"):
+        os.nice(nice)
+    spec: Spec = pickle.load(sys.stdin.buffer)
+    for name, value in spec.settings.items():
+        jax.config.update(name, value)
+    compile_programs(spec.graphdef, spec.widths).run.lower(*spec.shapes).compile()
+
+
+def _settings() -> dict[str, Any]:
+    """Return JAX's settings as far as they are plain values: they are part of what is compiled."""
+    plain = (bool, int, float, str, type(None))
+    return {name: value for name, value in jax.config.values.items() if isinstance(value, plain)}
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -1,0 +1,91 @@
+"""A program of other widths that another process compiles, and that takes over."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
+
+from paged_jax import BeamSearchParams, Engine, EngineConfig, SamplingParams
+from paged_jax.default_sizes import choose_widths
+from paged_jax.engine.later import Spec, compile_elsewhere
+from toy_decoder import ToyDecoder
+
+SIZES = dict(num_blocks=30, max_model_len=40, max_num_seqs=4, max_num_batched_tokens=9)
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], [9]]
+
+
+@pytest.fixture
+def cache_folder(tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    compilation_cache.reset_cache()
+
+
+def make_engine(model=None, **options):
+    return Engine(*nnx.split(model or ToyDecoder()), EngineConfig(**SIZES), **options)
+
+
+def serve(engine):
+    params = SamplingParams(temperature=0.7, max_tokens=8, seed=3)
+    ids = [engine.add_request(prompt, params) for prompt in PROMPTS]
+    while engine.has_unfinished():
+        engine.run(5)
+    return [[t for update in engine.take(i) for t in update.token_ids] for i in ids]
+
+
+def test_it_takes_over_and_gives_the_same_tokens(cache_folder):
+    engine = make_engine(widths=(9,), later_widths=(1, 2, 4, 9))
+    first = serve(engine)
+    assert engine._successor.wait() is None, engine._successor.wait()
+    ready = engine._successor.pick(engine._programs.run)
+    assert ready is not engine._programs.run
+    compiled = engine._programs.run._cache_size()
+    calls = []
+    engine._successor._compilation.program = lambda *args: calls.append(1) or ready(*args)
+    assert serve(engine) == first and calls
+    assert engine._programs.run._cache_size() == compiled
+    # Beams make the state wider: the first program serves again, and another one is begun.
+    request_id = engine.add_request([3, 1], BeamSearchParams(beam_width=2, max_tokens=3))
+    count = len(calls)
+    while engine.has_unfinished():
+        engine.run(5)
+    assert len(calls) == count and engine.take(request_id)
+    engine.update_params(jax.tree.map(np.copy, engine.params))
+    assert serve(engine)
+
+
+def test_without_a_cache_folder_the_first_program_goes_on():
+    engine = make_engine(widths=(9,), later_widths=(1, 9))
+    first = serve(engine)
+    assert engine._successor.wait() == "JAX has no cache folder"
+    assert serve(engine) == first
+
+
+class Local(ToyDecoder):
+    """A class that another process cannot import under this name."""
+
+
+Local.__module__ = "__nowhere__"
+
+
+def test_a_decoder_that_cannot_be_sent_is_served_all_the_same(cache_folder):
+    engine = make_engine(Local(), widths=(9,), later_widths=(1, 9))
+    assert serve(engine) == serve(make_engine(widths=(9,)))
+    assert "Local" in engine._successor.wait()
+
+
+def test_what_goes_wrong_in_the_other_process_is_told(cache_folder):
+    assert "Error" in compile_elsewhere(Spec(nnx.graphdef(ToyDecoder()), (1,), (3,), {}))
+
+
+def test_a_cpu_begins_with_three_widths_and_goes_on_with_powers_of_two():
+    config = EngineConfig(100, 400, 48, 300)
+    first, later = choose_widths(config)
+    assert first == (1, 48, 300)
+    assert later == (1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 300)
+    assert choose_widths(EngineConfig(100, 400, 1, 1)) == ((1,), None)

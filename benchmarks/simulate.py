@@ -49,15 +49,11 @@ class NoPages(nnx.Module):
 
 
 class Cost(struct.PyTreeNode):
-    """Seconds of a step: fixed + per_token * tokens computed + per_kv * tokens of K and V read.
-
-    Where `is_padded`, tokens are those of the width that the step runs in.
-    """
+    """Seconds of a step: fixed + per_token * tokens computed + per_kv * tokens of K and V read."""
 
     fixed: Any
     per_token: Any
     per_kv: Any
-    is_padded: Any = False
 
 
 STEPS = Cost(1.0, 0.0, 0.0)  # time is counted in steps
@@ -205,16 +201,14 @@ def _admit(state: EngineState, load: Load, clock: Clock) -> tuple[EngineState, C
     return state, clock
 
 
-def _account(before, state: EngineState, load: Load, clock: Clock, cost: Cost, widths) -> Clock:
+def _account(before, state: EngineState, clock: Clock, cost: Cost) -> Clock:
     """Add the step to clock and sums."""
     rows, is_active = sequences.running_rows(state.seqs)
     filled = jnp.sum(jnp.where(is_active, state.seqs.num_computed[rows], 0))
     pool = state.cache.pool
     used = (pool.num_blocks - 1 - pool.num_free) * state.cache.config.block_size
     tokens = (state.counters.computed_tokens - before).astype(jnp.int32)
-    width = jnp.asarray(widths)[jnp.searchsorted(jnp.asarray(widths), tokens)]
-    counted = jnp.where(cost.is_padded, width, tokens)
-    spent = cost.fixed + cost.per_token * counted + cost.per_kv * filled
+    spent = cost.fixed + cost.per_token * tokens + cost.per_kv * filled
     spent = jnp.where(tokens > 0, spent, 0.0)
     values = dict(running=state.seqs.num_running, reserved=clock.held, used_slots=used)
     added = {name: spent * value for name, value in values.items()}
@@ -250,7 +244,7 @@ def _advance(model, load: Load, cost: Cost, widths, carry):
     state, clock = _admit(state, load, clock.replace(now=now))
     before = state.counters.computed_tokens
     state, _ = step(model, state, widths=widths)
-    clock = _account(before, state, load, clock, cost, widths)
+    clock = _account(before, state, clock, cost)
     return state, _note_ends(state, load, clock)
 
 
@@ -286,7 +280,12 @@ def _loop(graphdef, params, state, load: Load, cost: Cost, max_steps, widths):
 
 
 def simulate(
-    model: Any, config: EngineConfig, load: Load, cost: Cost = STEPS, max_steps: int | None = None
+    model: Any,
+    config: EngineConfig,
+    load: Load,
+    cost: Cost = STEPS,
+    max_steps: int | None = None,
+    widths: tuple[int, ...] | None = None,
 ) -> Result:
     """Serve all requests, or as many as `max_steps` steps do.
 
@@ -294,7 +293,6 @@ def simulate(
     length, that no block is left in use, and that reservations never led to a preemption.
     """
     graphdef, params = nnx.split(model)
-    widths = tuple(sorted({config.max_num_seqs, config.max_num_batched_tokens}))
     with jax.enable_x64(True):  # the clock; the engine's state stays of 32 bits
         cost = jax.tree.map(jnp.asarray, cost)
         most = jnp.asarray(2**62 if max_steps is None else max_steps, jnp.int64)

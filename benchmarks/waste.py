@@ -90,10 +90,10 @@ def show(mix: Mix, count: int) -> list[dict]:
 def show_many(count: int) -> dict:
     """Serve very many requests, and print how long the simulation took."""
     begin = time.perf_counter()
-    result = run(ALPACA, count, "paged")
+    result = run(SHAREGPT, count, "paged")
     seconds = time.perf_counter() - begin
     print(
-        f"\n{count:,} {ALPACA.name} requests, blocks of 16: {seconds:.0f} s with compiling, "
+        f"\n{count:,} {SHAREGPT.name} requests, blocks of 16: {seconds:.0f} s with compiling, "
         f"{int(result.sums.steps):,} steps, {int(result.sums.tokens):,} tokens computed, "
         f"{result.empty_share(True):.1%} empty, every request ended with its length"
     )
@@ -102,13 +102,13 @@ def show_many(count: int) -> dict:
 
 def main() -> None:
     """Print the tables."""
-    args = parse(__doc__, many="serve 300,000 requests, too")
+    args = parse(__doc__, many="serve 100,000 requests, too")
     count = 200 if args.quick else 1000
     print(describe_machine())
     numbers: dict = {"rows": show(SHAREGPT, count) + show(ALPACA, count)}
     print(f"\n{PAPER}")
     if args.many:
-        numbers["many"] = show_many(3000 if args.quick else 300_000)
+        numbers["many"] = show_many(3000 if args.quick else 100_000)
     save(args.out, numbers)
 
 

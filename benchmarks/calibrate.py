@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from simulate import Cost, NoPages
 
 from paged_jax import EngineConfig, SamplingParams
 from paged_jax.engine.requests import Output, make_request, to_rows
 from paged_jax.engine.step import EngineState, init_state, run
 from paged_jax.models import load_model
 from paged_jax.scheduling import sequences
+from simulate import Cost, NoPages
 
 # Measured 2026-12-02 with `policies.py --calibrate` on two cores of an Intel Xeon that were shared
 # with other work: noisy.
@@ -34,7 +34,7 @@ WIDTHS = (8, 16, 32, 64, 128)
 SIZES = EngineConfig(
     num_blocks=2049, max_model_len=1024, max_num_seqs=64, max_num_batched_tokens=128, num_rows=64
 )
-POINTS = ((8, 64), (8, 448), (16, 64), (16, 448), (32, 64), (32, 448), (64, 64), (64, 448))
+POINTS = ((8, 64), (8, 448), (16, 64), (16, 448), (32, 64), (32, 448), (64, 64), (64, 192))
 
 
 class Skip(NoPages):
@@ -56,7 +56,7 @@ def state_of(model: Any, rows: int, context: int) -> EngineState:
         vocab_size=model.vocab_size,
         eos_token_ids=(),
     )
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
     outputs = {i: Output(make(str(i), [1] * context, params), 0) for i in range(rows)}
     return state.replace(seqs=sequences.add(state.seqs, to_rows(outputs, SIZES)))
 
@@ -89,9 +89,10 @@ def calibrate(quick: bool = False) -> tuple[Cost, list[dict]]:
     points.append({"tokens": 128, "kv": 320, "seconds": time_steps(program, state, 4, repeats)})
     for rows, context in POINTS[::3] if quick else POINTS:
         state = state_of(decoder, rows, context)
-        state, _ = fast(state, jnp.int32(-(-rows * context // 128) + 2))
+        while int(jnp.min(state.seqs.num_tokens[:rows])) <= context:
+            state, _ = fast(state, jnp.int32(4))
+        assert int(state.seqs.num_running) == rows
         computed = state.seqs.num_computed[:rows]
-        assert np.all(np.asarray(state.seqs.num_tokens[:rows]) > context)
         kv = int(jnp.sum(computed)) + 2 * rows  # halfway through 4 steps
         seconds = time_steps(program, state, 4, repeats)
         points.append({"tokens": rows, "kv": kv, "seconds": seconds})

@@ -22,13 +22,13 @@ Usage: python benchmarks/policies.py [--quick] [--calibrate] [--real] [--out FIL
 """
 
 import numpy as np
+
 from calibrate import GPU_LIKE, SMOLLM2, calibrate
 from lengths import ALPACA, MAX_LEN, SHAREGPT, Mix, draw, poisson_arrivals, reservations
+from paged_jax import EngineConfig
 from real_policies import measure_real
 from script import describe_machine, parse, save
 from simulate import Cost, Load, NoPages, Result, make_load, simulate
-
-from paged_jax import EngineConfig
 
 MEMORY, BLOCK_SIZE = 981 * 16, 16
 POLICIES = ("static", "max", "pow2", "oracle", "paged")

@@ -19,16 +19,15 @@ Usage: python benchmarks/sharing.py [--quick] [--out FILE]
 import time
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from lengths import ALPACA, SHAREGPT, Mix, draw
-from script import describe_machine, parse, save
-from simulate import NoPages
 
+from lengths import ALPACA, SHAREGPT, Mix, draw
 from paged_jax import BeamSearchParams, Engine, EngineConfig, SamplingParams
 from paged_jax.models import load_model
+from script import describe_machine, parse, save
+from simulate import NoPages
 
 WIDTHS, BLOCK_SIZE = (2, 4, 6), 16
 PAPER = (
@@ -58,9 +57,7 @@ def params_of(kind: str, width: int, tokens: int, seed: int = 0) -> Any:
     """Return the parameters of `width` samples or beams."""
     if kind == "beams":
         return BeamSearchParams(width, max_tokens=tokens, ignore_eos=True)
-    return SamplingParams(
-        n=width, temperature=1.0, seed=seed, max_tokens=tokens, ignore_eos=True
-    )
+    return SamplingParams(n=width, temperature=1.0, seed=seed, max_tokens=tokens, ignore_eos=True)
 
 
 def drain(engine: Engine, stride: int = 1) -> tuple[float, int, float]:

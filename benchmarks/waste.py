@@ -19,11 +19,11 @@ Usage: python benchmarks/waste.py [--quick] [--many] [--out FILE]
 import time
 
 import numpy as np
+
 from lengths import ALPACA, MAX_LEN, SHAREGPT, Mix, draw, reservations
+from paged_jax import EngineConfig
 from script import describe_machine, parse, save
 from simulate import NoPages, Result, make_load, simulate
-
-from paged_jax import EngineConfig
 
 MEMORY = 981 * 16  # slots
 BLOCK_SIZES = (8, 16, 32)

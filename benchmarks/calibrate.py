@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from loads import Cost
 from paged_jax import EngineConfig, SamplingParams
 from paged_jax.engine.requests import Output, make_request, to_rows
 from paged_jax.engine.step import EngineState, init_state, run
 from paged_jax.models import load_model
 from paged_jax.scheduling import sequences
-from simulate import Cost, NoPages
+from simulate import NoPages
 
 # Measured 2026-12-02 with `policies.py --calibrate` on two cores of an Intel Xeon that were shared
 # with other work: noisy.

@@ -88,7 +88,8 @@ def draw_policies(numbers: dict) -> None:
         axis.axhline(5 * lone, color="#999999", linewidth=0.8, linestyle=":")
         axis.set(xlabel="requests a second", ylabel="seconds a token", ylim=(0, 12 * lone))
         axis.set_title(case["name"], fontsize=10)
-        axis.set_xlim(left=0)
+        kept = [p["rate"] for p in case["curves"]["paged"] if p["latency"] < 8 * lone]
+        axis.set_xlim(0, 1.25 * max(kept))
     axes[0][0].legend(frameon=False)
     save(figure, "policies")
 

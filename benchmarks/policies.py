@@ -21,14 +21,17 @@ requests at once gain less there than on a GPU, whose step is bound by reading t
 Usage: python benchmarks/policies.py [--quick] [--calibrate] [--real] [--out FILE]
 """
 
+from itertools import pairwise
+
 import numpy as np
 
 from calibrate import GPU_LIKE, SMOLLM2, calibrate
 from lengths import ALPACA, MAX_LEN, SHAREGPT, Mix, draw, poisson_arrivals, reservations
+from loads import Cost, Load, make_load
 from paged_jax import EngineConfig
 from real_policies import measure_real
 from script import describe_machine, parse, save
-from simulate import Cost, Load, NoPages, Result, make_load, simulate
+from simulate import NoPages, Result, simulate
 
 MEMORY, BLOCK_SIZE = 981 * 16, 16
 POLICIES = ("static", "max", "pow2", "oracle", "paged")
@@ -85,14 +88,15 @@ def sweep(mix: Mix, policy: str, count: int, cost: Cost) -> list[dict]:
                 "peak_running": result.peak_running,
             }
         )
-        if latency > 2 * VERY_SLOW * lone:
+        served = count / result.end.max()
+        if latency > 2 * VERY_SLOW * lone or served < rate / 4:
             break
     return points
 
 
 def rate_at(points: list[dict], latency: float) -> float:
     """Return the rate at which the latency is reached, between two points; nan if never."""
-    for before, after in zip(points, points[1:], strict=False):
+    for before, after in pairwise(points):
         if before["latency"] <= latency < after["latency"]:
             x = np.log([before["latency"], after["latency"], latency])
             share = (x[2] - x[0]) / (x[1] - x[0])

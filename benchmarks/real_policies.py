@@ -12,9 +12,10 @@ import numpy as np
 
 from calibrate import WIDTHS
 from lengths import Mix, Shape, draw
+from loads import Cost, Load
 from paged_jax import EngineConfig
 from paged_jax.models import load_model
-from simulate import Cost, Load, simulate
+from simulate import simulate
 
 MAX_LEN, MEMORY = 256, 122 * 16
 EIGHTH = Mix("ShareGPT-like / 8", Shape(20, 1.2), Shape(42, 1.0))

@@ -1,4 +1,4 @@
-"""What the scripts of the headline benchmark share: arguments, the machine's name, numbers as JSON."""
+"""What the scripts of the headline benchmark share: arguments, the machine, numbers as JSON."""
 
 import argparse
 import json

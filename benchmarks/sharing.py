@@ -102,10 +102,11 @@ def memory_saved(mix: Mix, count: int) -> list[dict]:
 # ---------------------------------------------------------------- throughput, for real
 
 
-def real_engine(model: Any, blocks: int, places: int, **options: Any) -> Engine:
+def real_engine(model: tuple[Any, Any], blocks: int, places: int, **options: Any) -> Engine:
     """Return an engine of SmolLM2."""
     config = EngineConfig(blocks + 1, 256, places, 64, num_rows=2 * places, **options)
-    return Engine(*model, config)
+    graphdef, params = model
+    return Engine(graphdef, params, config)
 
 
 def serve_groups(engine: Engine, prompts: list, kind: str, width: int, new: int, at_once: int):
@@ -201,6 +202,7 @@ def main() -> None:
     print(f"\n{PAPER}")
     decoder, tokenizer = load_model("smollm2-135m")
     model = nnx.split(decoder)
+    assert tokenizer is not None
     tokens = tokenizer.encode(TEXT * 30)
     numbers = {"memory": memory}
     numbers["real"] = throughput(model, tokens, *((4, 20, 16) if args.quick else (12, 40, 48)))

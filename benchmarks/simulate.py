@@ -23,6 +23,7 @@ import numpy as np
 from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int
 
+from loads import STEPS, Cost, Load
 from paged_jax import EngineConfig
 from paged_jax.engine.integrity import check_integrity
 from paged_jax.engine.step import EngineState, init_state, step
@@ -46,36 +47,6 @@ class NoPages(nnx.Module):
 
     def logits(self, hidden):
         return -jnp.abs(jnp.arange(self.vocab_size) - 1) + 0 * hidden
-
-
-class Cost(struct.PyTreeNode):
-    """Seconds of a step: fixed + per_token * tokens computed + per_kv * tokens of K and V read."""
-
-    fixed: Any
-    per_token: Any
-    per_kv: Any
-
-
-STEPS = Cost(1.0, 0.0, 0.0)  # time is counted in steps
-
-
-class Load(struct.PyTreeNode):
-    """Requests in order of arrival, and the rules by which they start.
-
-    Attributes:
-        arrival: seconds.
-        reservation: slots held from start to end, 0 for paging.
-        memory: slots of which reservations are taken.
-        is_static: a batch starts when the one before has ended; its memory is held, and its answers
-            are held back, until its longest request ends.
-    """
-
-    arrival: Float[Array, "n"]
-    prompt: Int[Array, "n"]
-    output: Int[Array, "n"]
-    reservation: Int[Array, "n"]
-    memory: Int[Array, ""]
-    is_static: Bool[Array, ""]
 
 
 class Sums(struct.PyTreeNode):
@@ -131,15 +102,6 @@ class Result(NamedTuple):
         """Share of the slots held that are not filled, averaged over time."""
         held = self.sums.used_slots if is_paged else self.sums.reserved
         return float(1 - self.sums.filled / held)
-
-
-def make_load(
-    arrival, prompt, output, reservation=None, memory: int = 0, is_static: bool = False
-) -> Load:
-    """Return requests as arrays."""
-    held = np.zeros_like(prompt) if reservation is None else reservation
-    ints = (np.asarray(x, np.int32) for x in (prompt, output, held))
-    return Load(np.asarray(arrival, np.float64), *ints, np.int32(memory), np.bool_(is_static))
 
 
 # ---------------------------------------------------------------- the loop
@@ -267,7 +229,7 @@ def _loop(graphdef, params, state, load: Load, cost: Cost, max_steps, widths):
     )
 
     def is_busy(carry):
-        state, clock = carry
+        _, clock = carry
         is_left = (clock.next < num_requests) | jnp.any(clock.owner < num_requests)
         return is_left & (clock.sums.steps < max_steps)
 

@@ -21,9 +21,10 @@ import time
 import numpy as np
 
 from lengths import ALPACA, MAX_LEN, SHAREGPT, Mix, draw, reservations
+from loads import make_load
 from paged_jax import EngineConfig
 from script import describe_machine, parse, save
-from simulate import NoPages, Result, make_load, simulate
+from simulate import NoPages, Result, simulate
 
 MEMORY = 981 * 16  # slots
 BLOCK_SIZES = (8, 16, 32)

@@ -12,8 +12,9 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 
 from lengths import ALPACA, SHAREGPT, draw, next_power_of_two, poisson_arrivals
+from loads import make_load
 from paged_jax import EngineConfig
-from simulate import NoPages, make_load, simulate
+from simulate import NoPages, simulate
 
 CONFIG = EngineConfig(65, 64, 8, 64, num_rows=12, block_size=4)
 COUNT = 20

@@ -22,8 +22,8 @@ from paged_jax.models import load_model
 from paged_jax.scheduling import sequences
 from simulate import NoPages
 
-# Measured 2026-12-02 with `policies.py --calibrate` on two cores of an Intel Xeon that were shared
-# with other work: noisy.
+# A GUESS, NOT MEASURED: to be replaced by what `policies.py --calibrate` prints on a quiet machine,
+# with machine and date.
 SMOLLM2 = Cost(fixed=0.025, per_token=0.0015, per_kv=1e-6)
 
 # An assumption, not measured: OPT-13B in float16 on an A100 of 40 GB as its data sheet has it. Each

@@ -8,7 +8,7 @@ the rate of requests, each policy with the same engine, step cost and KV memory.
     paged       blocks of 16 on demand, preemption by recomputation: the product
 
 Time is simulated (`simulate.py`); scheduler and allocator are real. A step costs what a real one of
-SmolLM2 on a CPU does by a linear fit, or, as an ASSUMPTION, what OPT-13B would on an A100
+SmolLM2 on a CPU does by a linear fit (with --calibrate; else a guess), or, as an ASSUMPTION, what OPT-13B would on an A100
 (`calibrate.py`). The memory is the paper's for that model and GPU, 15,696 slots. Requests arrive as
 a Poisson process. Favouring the baselines: no external fragmentation, and rows of a static batch
 that have ended cost nothing. Its answers come when all of it has ended.
@@ -138,9 +138,10 @@ def main() -> None:
     count, cost, numbers = (200 if args.quick else 500), SMOLLM2, {}
     if args.calibrate:
         cost, numbers["calibration"] = calibrate(args.quick)
+    origin = "fitted" if args.calibrate else "guessed"
     numbers["simulated"] = [
         compare("GPU-like step cost (assumed)", SHAREGPT, count, GPU_LIKE),
-        compare("SmolLM2 on a CPU (fitted step cost)", SHAREGPT, count, cost),
+        compare(f"SmolLM2 on a CPU ({origin} step cost)", SHAREGPT, count, cost),
     ]
     print(f"\n{PAPER}")
     if args.real:

@@ -2,7 +2,6 @@
 
     saved       share of the blocks that would be in use without sharing, averaged over steps:
                 (table entries of running rows - blocks in use) / table entries
-    fewest      blocks for which `requests at once` never fits without sharing
     faster      throughput with sharing / without, from the same pool
 
 1. Memory, without a model: the real scheduler and allocator with logits that are a hash of token

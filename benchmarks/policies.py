@@ -8,10 +8,10 @@ the rate of requests, each policy with the same engine, step cost and KV memory.
     paged       blocks of 16 on demand, preemption by recomputation: the product
 
 Time is simulated (`simulate.py`); scheduler and allocator are real. A step costs what a real one of
-SmolLM2 on a CPU does by a linear fit (with --calibrate; else a guess), or, as an ASSUMPTION, what OPT-13B would on an A100
-(`calibrate.py`). The memory is the paper's for that model and GPU, 15,696 slots. Requests arrive as
-a Poisson process. Favouring the baselines: no external fragmentation, and rows of a static batch
-that have ended cost nothing. Its answers come when all of it has ended.
+SmolLM2 on a CPU does by a linear fit (with --calibrate; else a guess), or, as an ASSUMPTION, what
+OPT-13B would on an A100 (`calibrate.py`). The memory is the paper's for that model and GPU, 15,696
+slots. Requests arrive as a Poisson process. Favouring the baselines: no external fragmentation, and
+rows of a static batch that have ended cost nothing. Its answers come when all of it has ended.
 
     normalised latency    mean over requests of (end - arrival) / output tokens
 

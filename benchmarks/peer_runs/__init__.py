@@ -1,0 +1,1 @@
+"""One measurement of one system in one process, and what makes the systems' environments."""

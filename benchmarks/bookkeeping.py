@@ -138,7 +138,7 @@ def main() -> None:
                 f"{ratio} |"
             )
     if others is not None:
-        mark = "; \\*: above 0.05 the figures say little" if others > NOISY else ""
+        mark = f"*; above {NOISY} the figures say little" if others > NOISY else ""
         print(f"\nothers used {others:.2f} cores meanwhile{mark}")
 
 

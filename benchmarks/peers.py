@@ -42,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
         f"    {name:<13} {'|'.join(p.variants):<14} {p.title}" for name, p in names.PEERS.items()
     ]
     parser = argparse.ArgumentParser(
-        description=__doc__ + "\n" + "\n".join(lines),
+        description="\n".join([__doc__ or "", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)

@@ -4,6 +4,9 @@ Usage: python convert.py f32 GGUF OUT     a GGUF file of the same values in floa
        python convert.py hf GGUF OUT      a Hugging Face directory (needs torch, transformers, gguf)
 """
 
+# pyright: reportMissingImports=false
+# It runs in an environment of its own, which the type checker does not have.
+
 import sys
 from pathlib import Path
 

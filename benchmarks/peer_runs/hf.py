@@ -1,5 +1,8 @@
 """Run transformers: `generate` on padded batches (`hf`), or continuous batching (`hf-cb`)."""
 
+# pyright: reportMissingImports=false
+# It runs in an environment of its own, which the type checker does not have.
+
 import os
 
 import torch

@@ -51,7 +51,7 @@ def run_all(workload_names: list[str], peers: list[tuple[str, str]], settings: S
                 tokens = row.pop("tokens", None)
                 if (name, variant) == reference and expected is None:
                     expected = tokens
-                if tokens and expected and workloads.get(workload).temperature == 0:
+                if tokens and expected and reference and workloads.get(workload).temperature == 0:
                     row |= compare(tokens, expected)
                     row["reference"] = names.label(*reference)
                 report(row, settings.out)

@@ -5,6 +5,9 @@ beside decoding, a slot's place in the cache given to the next request, and what
 common computed once and copied.
 """
 
+# pyright: reportMissingImports=false
+# It runs in an environment of its own, which the type checker does not have.
+
 import os
 
 import llama_cpp

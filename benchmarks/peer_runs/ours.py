@@ -27,9 +27,12 @@ def sizes(name, workload) -> dict:
 def make(name, variant, workload):
     """Load the model and count what is compiled."""
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: compiled.append(seconds) if event == COMPILED else None
-    )
+
+    def count(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == COMPILED:
+            compiled.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
     llm = LLM("smollm2-135m", dtype=DTYPES[variant], **sizes(name, workload))
 
     def run(work):

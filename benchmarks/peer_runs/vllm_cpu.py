@@ -1,5 +1,8 @@
 """Run vLLM's build for CPUs: eager, prefix caching on, its engine in this process."""
 
+# pyright: reportMissingImports=false
+# It runs in an environment of its own, which the type checker does not have.
+
 import os
 
 import torch

@@ -10,6 +10,9 @@ Usage: python -m peer_runs.vllm_scheduler ROWS CACHING STEPS BLOCKS
 Prints "RESULT {...}" with the median of a step in us.
 """
 
+# pyright: reportMissingImports=false
+# It runs in an environment of its own, which the type checker does not have.
+
 import gc
 import json
 import os

@@ -185,13 +185,13 @@ class EngineConfig:
 
 
 def token_widths(config: EngineConfig, widths: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """Return the token counts that a step is compiled for, ascending; it runs the first that fits.
+    """Return the token counts that a decoder is compiled for, ascending.
 
-    None means a decode step of S tokens and a mixed one of the whole budget. A narrower one first
-    makes a step of few tokens cheaper, and on a GPU splits their contexts over its multiprocessors.
-    It costs one more compilation of the decoder.
+    None means S tokens, for decode steps, and the whole budget. More widths make steps that fall
+    between them cheaper, and each costs a compilation of the decoder. A step that no width holds is
+    computed in several passes (`engine.passes`).
 
-    Raises ConfigError for what is not ascending or does not end in the budget.
+    Raises ConfigError for what is not ascending or passes the budget.
     """
     budget = config.max_num_batched_tokens
     if widths is None:
@@ -201,10 +201,8 @@ def token_widths(config: EngineConfig, widths: tuple[int, ...] | None = None) ->
     widths = tuple(check_int("widths", width, 1, error=ConfigError) for width in widths)
     if list(widths) != sorted(set(widths)):
         raise ConfigError(f"widths={show(widths)}: an ascending tuple of token counts is needed")
-    if widths[-1] != budget:
-        raise ConfigError(
-            f"widths={show(widths)}: the last must be max_num_batched_tokens={budget}"
-        )
+    if widths[-1] > budget:
+        raise ConfigError(f"widths={show(widths)}: must be at most max_num_batched_tokens={budget}")
     return widths
 
 

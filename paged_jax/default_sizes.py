@@ -11,6 +11,7 @@ from paged_jax.config import EngineConfig, token_widths
 from paged_jax.errors import ConfigError
 
 CPU_CACHE_BYTES = 2**30
+LEAST_WIDE, MOST_WIDE = 32, 256  # tokens of a pass that is wide enough for a prompt, and of any
 GPU_CACHE_SHARE = 0.85  # of what the params leave free
 
 
@@ -73,18 +74,17 @@ class Widths(NamedTuple):
 def choose_widths(config: EngineConfig) -> Widths:
     """Return the widths for the default backend.
 
-    On a CPU a step costs what its width costs: one row, all running rows and the whole budget at
-    first, then each power of two. On a GPU a narrow step costs what a wider one costs.
+    On a CPU a step costs what its width costs: one row and all running rows at first, then each
+    power of two. On a GPU a narrow step costs what a wider one costs.
 
-        64 running, budget 512 -> (1, 64, 512), later (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+        64 running, budget 512 -> (1, 64), later (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """
     running, budget = config.max_num_seqs, config.max_num_batched_tokens
     if jax.default_backend() != "cpu":
         return Widths(token_widths(config), None)
-    powers = {1 << i for i in range(budget.bit_length())}
-    first, later = ({*more, running, budget} for more in ((1,), powers))
-    later = None if first == later else tuple(sorted(later))
-    return Widths(tuple(sorted(first)), later)
+    first = {1, min(max(running, LEAST_WIDE), budget)}
+    later = {running, *(1 << i for i in range(min(budget, MOST_WIDE).bit_length()))}
+    return Widths(tuple(sorted(first)), tuple(sorted(later)) if budget > 1 else None)
 
 
 def _block_bytes(decoder: Any, block_size: int) -> int:

@@ -5,12 +5,13 @@ pass of the narrowest width that holds them is best. A wide one that would be mo
 padding is cut into narrower ones, for wide products cost what their rows cost. Narrow products cost
 what reading the weights costs, and that is once a pass.
 
-    widths 1 2 4 ... 512    300 tokens -> 256, 32, 16      9 tokens -> 16
+    widths 1 2 4 ... 256    300 tokens -> 256, 64      9 tokens -> 16      520 tokens -> 256, 256, 8
     widths 64 512           300 tokens -> 512
 
 Tokens go in order, so that what a pass reads is written: by an earlier one, or by itself.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,9 +25,9 @@ from paged_jax.scheduling.batch import Batch, cut_slice, first_slice
 NARROW = 64  # a width of up to so many tokens is never cut: its time is that of reading the weights
 
 
-def can_cut(widths: tuple[int, ...]) -> bool:
-    """Return whether a step may take several passes."""
-    return any(
+def can_cut(widths: tuple[int, ...], budget: int) -> bool:
+    """Return whether a step of up to `budget` tokens may take several passes."""
+    return budget > widths[-1] or any(
         width > NARROW and sum(widths[:i]) > max(widths[:i], default=0)
         for i, width in enumerate(widths)
     )
@@ -35,8 +36,8 @@ def can_cut(widths: tuple[int, ...]) -> bool:
 def takes_pass(left: Any, width: int, narrower: tuple[int, ...]) -> Any:
     """Return whether `left` tokens, an int or an array, begin with a pass of that width.
 
-    The widths are asked in descending order, each once. It must, where the narrower ones together
-    hold too little.
+    The widths are asked in descending order, each until it says no. It must not where the narrower
+    ones together hold too little.
     """
     if not narrower:
         return left > 0
@@ -52,10 +53,9 @@ def decode(
 
     Returns the hidden state of each sequence's last token, and the pages with this step's K and V.
     """
-    is_cut = can_cut(widths)
-    shapes = jax.eval_shape(
-        lambda: model(batch.tokens, first_slice(batch, widths[-1]), kv.k_pages, kv.v_pages)
-    )
+    is_cut = can_cut(widths, batch.tokens.shape[0])
+    narrowest = first_slice(batch, widths[0])
+    shapes = jax.eval_shape(lambda: model(narrowest.tokens, narrowest, kv.k_pages, kv.v_pages))
     shape = (batch.rows.shape[0], shapes[0].shape[1])
     hidden = jnp.full_like(batch.tokens, 0, shape=shape, dtype=shapes[0].dtype)
     carry = (hidden, kv, batch.num_tokens)
@@ -75,7 +75,8 @@ def decode(
             return hidden, KVCache(k_pages, v_pages), jnp.maximum(left - width, 0)
 
         with jax.named_scope(f"width_{width}"):
-            carry = apply_if(takes_pass(carry[2], width, widths[:i]), one_pass, carry)
+            again = partial(takes_pass, width=width, narrower=widths[:i])
+            carry = jax.lax.while_loop(lambda c, again=again: again(c[2]), one_pass, carry)
     return carry[0], carry[1]
 
 

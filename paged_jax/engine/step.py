@@ -149,9 +149,9 @@ def _compute(
     """Run the decoder over the tokens taken, sample, and commit what came of it."""
     cache, seqs = state.cache, state.seqs
     with jax.named_scope("grow"):
-        books = grow_running(cache.books, seqs, take, widths[-1])
+        books = grow_running(cache.books, seqs, take, seqs.config.max_num_batched_tokens)
     with jax.named_scope("batch"):
-        batch = build_batch(books, seqs, take, widths[-1])
+        batch = build_batch(books, seqs, take, seqs.config.max_num_batched_tokens)
     hidden, kv = decode(model, batch, cache.kv, widths)
     with jax.named_scope("head"):
         place = jnp.arange(1, take.shape[0] + 1, dtype=jnp.int32)

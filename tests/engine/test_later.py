@@ -83,9 +83,10 @@ def test_what_goes_wrong_in_the_other_process_is_told(cache_folder):
     assert "Error" in compile_elsewhere(Spec(nnx.graphdef(ToyDecoder()), (1,), (3,), {}))
 
 
-def test_a_cpu_begins_with_three_widths_and_goes_on_with_powers_of_two():
+def test_a_cpu_begins_with_two_widths_and_goes_on_with_powers_of_two():
     config = EngineConfig(100, 400, 48, 300)
     first, later = choose_widths(config)
-    assert first == (1, 48, 300)
-    assert later == (1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 300)
+    assert first == (1, 48)
+    assert later == (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)
+    assert choose_widths(EngineConfig(100, 400, 1, 20)) == ((1, 20), (1, 2, 4, 8, 16))
     assert choose_widths(EngineConfig(100, 400, 1, 1)) == ((1,), None)

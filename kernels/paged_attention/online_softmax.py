@@ -3,6 +3,7 @@
 Shapes: `*rows` query rows and heads, L keys of a chunk, D = head_dim, W = D + 2.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -36,7 +37,11 @@ def start_softmax(queries: Float[Array, "*rows D"]) -> Softmax:
 
 
 def add_scores(
-    softmax: Softmax, scores: Float[Array, "*rows L"], visible: Bool[Array, "..."], scoring: Scoring
+    softmax: Softmax,
+    scores: Float[Array, "*rows L"],
+    visible: Bool[Array, "..."],
+    scoring: Scoring,
+    exp: Callable = jnp.exp,
 ) -> tuple[Softmax, Float[Array, "*rows L"]]:
     """Add the scores of a chunk of keys; return the weights by which to sum its values too.
 
@@ -50,7 +55,7 @@ def add_scores(
         scores = scoring.soft_cap * jnp.tanh(scores / scoring.soft_cap)
     scores = jnp.where(visible, scores, LOWEST)
     top = jnp.maximum(softmax.top, scores.max(-1, keepdims=True))
-    weights, decay = jnp.exp(scores - top), jnp.exp(softmax.top - top)
+    weights, decay = exp(scores - top), jnp.exp(softmax.top - top)
     total = softmax.total * decay + weights.sum(-1, keepdims=True)
     return Softmax(top, total, softmax.acc * decay), weights
 

@@ -7,67 +7,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Int, Integer
+from jaxtyping import Array, Int, Integer
 
 from .checks import AnyArray, check_index, check_size, check_window, to_int32
+from .items import Items, RowGroups, Walk, group_rows, list_items
 from .tiles import QueryTiles, Rows, cut_tiles, locate_rows, max_tiles, query_lengths, tile_size
 
-# Tokens of context that one trip of a CPU loop reads. On two cores with AVX2 (9 query heads, 3 KV
-# heads, head_dim 64, block 16) 128 was best or near it: 32 took 1.5 to 2 times as long at 256
-# tokens of context, 512 nearly 4 times at ragged lengths.
-ROW_CHUNK = 128
+# Tokens of context that one trip of a CPU loop over tiles reads. On two cores with AVX2 (9 query
+# heads, 3 KV heads, head_dim 64, block 16) 128 was best or near it.
 TILE_CHUNK = 128
-
-
-class Walk(NamedTuple):
-    """Tiles, and the blocks of its sequence that each sees: `first_block` to `end_block - 1`."""
-
-    tiles: QueryTiles
-    first_block: Int[Array, "P"]
-    end_block: Int[Array, "P"]
-
-
-class Items(NamedTuple):
-    """The chunks of blocks that the tiles of a walk have to see: tile after tile, in order.
-
-    Attributes:
-        tile: tile of each chunk.
-        is_first: whether the chunk is its tile's first.
-        first_key: position of the chunk's first token.
-        blocks: ids of the chunk's blocks. The last chunk of a tile may reach past the table; what
-            is read there is to be masked.
-        num_items: number of real chunks.
-    """
-
-    tile: Int[Array, "I"]
-    is_first: Bool[Array, "I"]
-    first_key: Int[Array, "I"]
-    blocks: Int[Array, "I blocks"]
-    num_items: Int[Array, ""]
-
-
-def list_items(walk: Walk, tables: Int[Array, "S M"], block_size: int, chunk_tokens: int) -> Items:
-    """List the chunks of `chunk_tokens` tokens of a walk.
-
-    Example: two tiles that see the blocks 2 to 4 and block 0, blocks of 16, chunks of 32 tokens:
-    tile [0, 0, 1], is_first [yes, no, yes], first_key [32, 64, 0], table columns
-    [[2, 3], [4, 5], [0, 1]].
-    """
-    width, num_tiles = tables.shape[1], walk.first_block.shape[0]
-    per_item = max(1, min(chunk_tokens // block_size, width))
-    bound = num_tiles * pl.cdiv(width, per_item)
-    counts = pl.cdiv(jnp.maximum(walk.end_block - walk.first_block, 0), jnp.int32(per_item))
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    # The tile of item i is the number of tiles that end at or before i: a scatter and a sum, where
-    # a search would be a loop.
-    ended = jnp.zeros(bound, jnp.int32).at[ends].add(1, mode="drop")
-    tile = jnp.minimum(jnp.cumsum(ended, dtype=jnp.int32), num_tiles - 1)
-    trip = jnp.arange(bound, dtype=jnp.int32) - (ends - counts)[tile]
-    block = walk.first_block[tile] + trip * per_item
-    column = block[:, None] + jnp.arange(per_item, dtype=jnp.int32)[None]
-    column = jnp.clip(column, 0, width - 1)
-    blocks = tables[walk.tiles.seq[tile][:, None], column]
-    return Items(tile, trip == 0, block * block_size, blocks, ends[-1])
 
 
 class Planned(NamedTuple):
@@ -90,8 +38,7 @@ class AttentionPlan:
         tables: the block tables, every id inside the pool.
         every: all sequences in tiles of C rows; C is 1 where one token a sequence is the rule.
         wide: the sequences with more than one query row in tiles of C rows, and their items.
-        single: the sequences with one query row, a tile each, and their items. All sequences
-            where C is 1.
+        single: the sequences with one query row, in groups. All rows where C is 1.
         place, wide_place, single_place: where each token is in those tiles.
         planned: what the plan was made for.
     """
@@ -99,7 +46,7 @@ class AttentionPlan:
     tables: Int[Array, "S M"]
     every: Walk
     wide: tuple[QueryTiles, Items]
-    single: tuple[QueryTiles, Items]
+    single: RowGroups
     place: Rows
     wide_place: Rows
     single_place: Rows
@@ -129,13 +76,6 @@ class _Sequences(NamedTuple):
         end = pl.cdiv(tiles.position + tiles.num_rows, jnp.int32(planned.block_size))
         end = jnp.where(tiles.num_rows > 0, end, 0)
         return Walk(tiles, lax.div(first_key, block_size), end)
-
-    def items(
-        self, q_lens: Int[Array, "S"], size: int, chunk_tokens: int
-    ) -> tuple[QueryTiles, Items]:
-        """Cut the sequences with `q_lens > 0` into tiles, and their contexts into chunks."""
-        walk = self.walk(q_lens, size)
-        return walk.tiles, list_items(walk, self.tables, self.planned.block_size, chunk_tokens)
 
 
 def plan_attention(
@@ -174,13 +114,16 @@ def plan_attention(
     many = jnp.where(q_lens > 1, q_lens, 0)
     one = q_lens if size == 1 else (q_lens == 1).astype(jnp.int32)
     sequences = _Sequences(cu_q_lens, kv_lens, tables, planned)
+    wide = sequences.walk(many, size)
+    single = group_rows(sequences.walk(one, 1), tables, block_size)
+    single_place = locate_rows(num_tokens, one, cu_q_lens, 1)
     return AttentionPlan(
         tables=tables,
         every=sequences.walk(q_lens, size),
-        wide=sequences.items(many, size, TILE_CHUNK),
-        single=sequences.items(one, 1, ROW_CHUNK),
+        wide=(wide.tiles, list_items(wide, tables, block_size, TILE_CHUNK)),
+        single=single,
         place=locate_rows(num_tokens, q_lens, cu_q_lens, size),
         wide_place=locate_rows(num_tokens, many, cu_q_lens, size),
-        single_place=locate_rows(num_tokens, one, cu_q_lens, 1),
+        single_place=single_place._replace(tile=single.rank[single_place.tile]),
         planned=planned,
     )

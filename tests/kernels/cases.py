@@ -12,7 +12,15 @@ import pytest
 from jax.experimental import pallas as pl
 from reference import reference_attention
 
-from paged_jax.kernels.paged_attention import combine, dispatch, mosaic_gpu, plan, triton, xla
+from paged_jax.kernels.paged_attention import (
+    combine,
+    dispatch,
+    items,
+    mosaic_gpu,
+    plan,
+    triton,
+    xla,
+)
 from paged_jax.kernels.paged_attention.scoring import Scales, Scoring
 
 RACES = mosaic_gpu.plgpu.InterpretGPUParams(detect_races=True)
@@ -20,7 +28,7 @@ RACES = mosaic_gpu.plgpu.InterpretGPUParams(detect_races=True)
 # Everything that computes attention, as a function of the arguments of `xla.attend`; kernels in
 # their interpreters.
 FORMS = {
-    "cpu": partial(xla.attend, form=xla.one_tile_at_a_time),
+    "cpu": partial(xla.attend, form=xla.few_rows_at_a_time),
     "gpu": partial(xla.attend, form=xla.all_tiles_at_once),
     "triton": partial(triton.attend, interpret=True),
     "mosaic_gpu": partial(mosaic_gpu.attend, interpret=RACES),
@@ -161,7 +169,8 @@ def _store(heads: Heads, pages, rng):
 
 
 SMALL_CHUNKS = {
-    plan: dict(ROW_CHUNK=32, TILE_CHUNK=48),
+    items: dict(GROUP_SIZE=3, ROW_CHUNK=32),
+    plan: dict(TILE_CHUNK=48),
     xla: dict(ALL_TILES_DECODE_CHUNK=32, ALL_TILES_WIDE_CHUNK=48),
     combine: dict(MIN_CHUNKS=1),  # contexts are split over programs
 }

@@ -91,27 +91,49 @@ def test_a_walk_starts_at_the_first_block_of_its_window(window):
         jnp.int32(4),
     )
     plan = plan_attention(40, *index, num_blocks=9, block_size=16, window=window)
-    for tiles, walk in (
-        (plan.every.tiles, plan.every),
-        (plan.single[0], plan.single[1]),
-        (plan.wide[0], plan.wide[1]),
-    ):
-        tile = (
-            np.arange(int(tiles.num_tiles))
-            if walk is plan.every
-            else np.asarray(walk.tile)[np.asarray(walk.is_first)]
-        )
-        for number, t in enumerate(tile[: int(tiles.num_tiles)]):
-            position = int(tiles.position[t])
-            first = 0 if window is None else max(position - window + 1, 0)
-            if walk is plan.every:
-                assert int(walk.first_block[t]) == first // 16
-                assert int(walk.end_block[t]) == (position + int(tiles.num_rows[t]) - 1) // 16 + 1
-            else:
-                assert (
-                    int(walk.first_key[np.flatnonzero(np.asarray(walk.is_first))[number]])
-                    == first // 16 * 16
-                )
+    tiles, walk = plan.every.tiles, plan.every
+    for t in range(int(tiles.num_tiles)):
+        position = int(tiles.position[t])
+        assert int(walk.first_block[t]) == _first_key(position, window) // 16
+        assert int(walk.end_block[t]) == (position + int(tiles.num_rows[t]) - 1) // 16 + 1
+    tiles, items = plan.wide
+    first = np.flatnonzero(np.asarray(items.is_first))[: int(tiles.num_tiles)]
+    for item, position in zip(first, np.asarray(tiles.position), strict=False):
+        assert int(items.first_key[item]) == _first_key(int(position), window) // 16 * 16
+
+
+def _first_key(position, window):
+    return 0 if window is None else max(position - window + 1, 0)
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 20])
+@pytest.mark.parametrize("window", [None, 100])
+def test_groups_read_every_block_that_their_rows_see_once(num_rows, window):
+    kv_lens = np.random.default_rng(num_rows).integers(0, 600, num_rows)
+    tables = np.arange(1, num_rows * 40 + 1, dtype=np.int32).reshape(num_rows, 40)
+    cu_q_lens = np.arange(num_rows + 1)
+    index = (jnp.asarray(x) for x in (kv_lens, tables, cu_q_lens, np.int32(num_rows)))
+    groups = plan_attention(
+        num_rows, *index, num_blocks=num_rows * 40 + 1, block_size=16, window=window
+    ).single
+    seq, rank = np.asarray(groups.start), np.asarray(groups.rank)
+    size, num_items = seq.shape[1], int(groups.num_items)
+    per_item = groups.blocks.shape[2]
+    trips = []
+    for row in range(num_rows):
+        g, place = divmod(int(rank[row]), size)
+        assert seq[g, place] == row and int(groups.position[g, place]) == kv_lens[row] - 1
+        items = [i for i in range(num_items) if int(groups.group[i]) == g]
+        first = _first_key(int(kv_lens[row]) - 1, window) // 16
+        end = (int(kv_lens[row]) + 15) // 16
+        got = [int(b) for i in items for b in groups.blocks[i, place]]
+        assert got[: end - first] == tables[row, first:end].tolist() and not any(got[end - first :])
+        for k, i in enumerate(items):
+            assert int(groups.first_key[i, place]) == (first + k * per_item) * 16
+        trips.append((int(rank[row]), -(-(end - first) // per_item)))
+    chunks = [n for _, n in sorted(trips)]
+    assert chunks == sorted(chunks, reverse=True)
+    assert num_items == sum(chunks[::size])
 
 
 @pytest.mark.parametrize("block_size, chunk", [(16, 64), (5, 32), (64, 64)])

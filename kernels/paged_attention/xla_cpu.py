@@ -6,8 +6,8 @@ What counts is how fast the pages are read, and that takes care in what XLA is g
   A loop that does arithmetic becomes vectors. So keys and values are read negated, which is exact;
   a gather took 28 us of what took 48.
 - For the same reason the exponentials are taken of a flat array: 3 us of 17.
-- The gather writes KV heads before tokens, as the products want them. Otherwise they are transposed
-  once more.
+- The gather writes KV heads before tokens where the products want them so. Otherwise they are
+  transposed once more.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,10 @@ from .online_softmax import (
 )
 from .plan import AttentionPlan
 from .reads import Stored, at, by_token, cut_rows, read
+from .row_products import by_head, choose_products
 from .scoring import LOWEST, Scoring, is_in_reach, is_visible
+
+UNROLLED = 64  # the longest inner loop that LLVM unrolls
 
 
 def few_rows_at_a_time(
@@ -53,15 +56,16 @@ def few_rows_at_a_time(
 def _walk(
     num_items,
     place: Array,
-    queries: Float[Array, "P *rows D"],
+    queries: Float[Array, "P *rows X"],
+    head_dim: int,
     step: Callable,
-) -> Float[Array, "P *rows D+2"]:
+) -> Float[Array, "P *rows W"]:
     """Return the packed softmax of each of P tiles or groups over its items.
 
     `step(softmax, queries, place, item)` adds one item, which is of the tile `place[item]`. The
     carry is one array: every kernel in here is compiled once a layer and launched once an item.
     """
-    width = queries.shape[-1] + 2
+    width = head_dim + 2
     sums = jnp.full_like(queries, 0, shape=(*queries.shape[:-1], width))
     # The start also of a tile without an item, which sees nothing.
     sums = jnp.where(jnp.arange(width) == width - 1, LOWEST, sums)
@@ -78,24 +82,27 @@ def _walk_rows(
     q, keys: Stored, values: Stored, plan: AttentionPlan, scoring: Scoring
 ) -> Float[Array, "T H W"]:
     """Return the packed softmax of the sequences with one query row, by token."""
-    (num_heads, head_dim), kv_heads, groups = q.shape[1:], keys[0].shape[2], plan.single
+    (num_heads, head_dim), (block_size, kv_heads) = q.shape[1:], keys[0].shape[1:3]
+    groups, dtype = plan.single, sum_dtype(q)
     row = jnp.clip(groups.start, 0, q.shape[0] - 1)
-    queries = at(q, row).astype(sum_dtype(q)) * -scoring.scale
-    queries = queries.reshape(*row.shape, kv_heads, num_heads // kv_heads, head_dim)
-    offsets = jnp.arange(groups.blocks.shape[2] * keys[0].shape[1], dtype=jnp.int32)
+    products = choose_products(kv_heads, row.shape[1])
+    queries = products.lay_out(at(q, row).astype(dtype) * -scoring.scale)
+    tokens = groups.blocks.shape[2] * block_size
+    offsets = jnp.arange(tokens, dtype=jnp.int32)
+    exp = _exp if tokens <= UNROLLED else jnp.exp
 
     def step(softmax, query, group, i):
         ids = at(groups.blocks, i)
-        k, v = (-_by_head(read(stored, ids, queries.dtype)) for stored in (keys, values))
+        k, v = (-products.arrange(read(stored, ids, dtype)) for stored in (keys, values))
         key_positions = at(groups.first_key, i)[:, None] + offsets
         visible = is_visible(at(groups.position, group)[:, None], key_positions, scoring)
-        visible = visible[:, None, :, None]
-        v = jnp.where(visible, v, 0)
-        scores, visible = dot("gkrd,gkld->gkrl", query, k), visible.swapaxes(2, 3)
-        softmax, weights = add_scores(softmax, scores, visible, scoring, _exp)
-        return add_values(softmax, pad_values(-dot("gkrl,gkld->gkrd", weights, v)))
+        visible, has_value = products.spread(visible)
+        scores = products.score(query, k)
+        softmax, weights = add_scores(softmax, scores, visible, scoring, exp)
+        v = jnp.where(has_value, v, 0)
+        return add_values(softmax, pad_values(-products.weigh(weights, v)))
 
-    sums = _walk(groups.num_items, groups.group, queries, step)
+    sums = _walk(groups.num_items, groups.group, queries, head_dim, step)
     return at(sums.reshape(-1, num_heads, head_dim + 2), plan.single_place.tile)
 
 
@@ -111,7 +118,7 @@ def _walk_tiles(
 
     def step(softmax, query, tile, i):
         ids = at(items.blocks, i)
-        k, v = (-_by_head(read(stored, ids, queries.dtype)) for stored in (keys, values))
+        k, v = (-by_head(read(stored, ids, queries.dtype)) for stored in (keys, values))
         key_positions, position = at(items.first_key, i) + offsets, at(tiles.position, tile)
         visible = is_visible((position + tiles.offsets)[:, None], key_positions[None], scoring)
         in_reach = is_in_reach(position, at(tiles.num_rows, tile), key_positions, scoring)
@@ -120,14 +127,7 @@ def _walk_tiles(
         softmax, weights = add_scores(softmax, scores, visible, scoring)
         return add_values(softmax, pad_values(-dot("krl,kld->krd", weights, v)))
 
-    return _walk(items.num_items, items.tile, queries, step)
-
-
-def _by_head(pages: Float[Array, "*tiles blocks B KV D"]) -> Float[Array, "*tiles KV blocks*B D"]:
-    """Put KV heads before tokens."""
-    *tiles, blocks, block_size, kv_heads, head_dim = pages.shape
-    by_head = jnp.moveaxis(pages, -2, -4)
-    return by_head.reshape(*tiles, kv_heads, blocks * block_size, head_dim)
+    return _walk(items.num_items, items.tile, queries, q.shape[2], step)
 
 
 def _exp(x):

@@ -43,6 +43,14 @@ def test_a_sink_far_from_the_scores_neither_overflows_nor_counts(form):
     assert_matches(heads, attend(form, heads, batch), expected(heads, batch))
 
 
+@pytest.mark.parametrize("kv_heads", [2, 5])  # a product of all heads, and one by KV head
+@pytest.mark.parametrize("lens", [[(1, 77)], []], ids=str)
+def test_a_single_row_is_attended_to_by_either_product(kv_heads, lens):
+    heads = replace(WINDOWED, kv_heads=kv_heads, scoring=dict(soft_cap=3.0))
+    batch = make_batch(heads, lens, num_tokens=1, num_seqs=1, table_width=6)
+    assert_matches(heads, attend("cpu", heads, batch), expected(heads, batch))
+
+
 @each(
     "form, kind, window",
     [

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32, Int
 from paged_jax.kernels import AttentionPlan, plan_attention, ragged_paged_attention, write_kv
 from paged_jax.models.interface import Pages, TokenBatch
 from paged_jax.models.llama_config import LlamaConfig
+from paged_jax.models.product import product
 from paged_jax.models.rope import rotate, rotation
 
 
@@ -107,7 +108,7 @@ class Llama(nnx.Module):
     def logits(self, hidden: Float[Array, "S d"]) -> Float32[Array, "S V"]:
         """Return the logits of hidden states, float32."""
         head = self.embed if self.config.tie_embeddings else self.head
-        return _dot(hidden, head[...])
+        return product(hidden, head[...])
 
 
 class GroupBatch(NamedTuple):
@@ -184,7 +185,7 @@ class Attention(nnx.Module):
 
         In that order, rows of one step see what others write into the blocks that they share.
         """
-        qkv = _add(_dot(x, self.qkv[...]), self.qkv_bias).astype(x.dtype)
+        qkv = _add(product(x, self.qkv[...]), self.qkv_bias).astype(x.dtype)
         qk, v = qkv[:, :, :-1], qkv[:, :, -1]
         if self.q_norm is not None and self.k_norm is not None:
             # One norm of the query heads and the key head after them.
@@ -210,7 +211,7 @@ class Attention(nnx.Module):
             plan=batch.plan,
         )
         out = _add(
-            _dot(attended.reshape(x.shape[0], -1).astype(x.dtype), self.out[...]), self.out_bias
+            product(attended.reshape(x.shape[0], -1).astype(x.dtype), self.out[...]), self.out_bias
         )
         return out.astype(x.dtype), k_pages, v_pages
 
@@ -227,21 +228,9 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "T d"]) -> Float[Array, "T d"]:
         """Return down(silu(gate(x)) * up(x))."""
-        gate_up = _add(_dot(x, self.gate_up[...]), self.gate_up_bias)
+        gate_up = _add(product(x, self.gate_up[...]), self.gate_up_bias)
         inner = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
-        return _add(_dot(inner.astype(x.dtype), self.down[...]), self.down_bias).astype(x.dtype)
-
-
-def _dot(x: Float[Array, "T n"], weight: Float[Array, "*out n"]) -> Float32[Array, "T *out"]:
-    """Return the product over the last axes, accumulated in and returned as float32."""
-    # Without HIGHEST a float32 product is done in TF32 on GPU.
-    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-    # As a plain matrix: XLA's CPU backend is 4 times slower for several output axes.
-    matrix = weight.reshape(-1, weight.shape[-1])
-    out = jnp.einsum(
-        "tn,on->to", x, matrix, precision=precision, preferred_element_type=jnp.float32
-    )
-    return out.reshape(x.shape[0], *weight.shape[:-1])
+        return _add(product(inner.astype(x.dtype), self.down[...]), self.down_bias).astype(x.dtype)
 
 
 def _add(x: Float[Array, "T *out"], bias: nnx.Param | None) -> Float[Array, "T *out"]:

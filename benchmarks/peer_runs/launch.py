@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import workloads
-
 from peer_runs import machine, names
 from peer_runs.agreement import compare
 

@@ -16,7 +16,6 @@ import json  # noqa: E402
 import sys  # noqa: E402
 
 import workloads  # noqa: E402
-
 from peer_runs import names, process_tree  # noqa: E402
 
 

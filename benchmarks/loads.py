@@ -42,6 +42,8 @@ def make_load(
 ) -> Load:
     """Return requests as arrays."""
     held = np.zeros_like(prompt) if reservation is None else reservation
-    columns: list[Any] = [np.asarray(arrival, np.float64)]
-    columns += [np.asarray(x, np.int32) for x in (prompt, output, held)]
-    return Load(*columns, np.int32(memory), np.bool_(is_static))
+    times: Any = np.asarray(arrival, np.float64)
+    counts: list[Any] = [np.asarray(x, np.int32) for x in (prompt, output, held)]
+    size: Any = np.int32(memory)
+    static: Any = np.bool_(is_static)
+    return Load(times, counts[0], counts[1], counts[2], size, static)

@@ -23,6 +23,7 @@ from simulate import NoPages
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
+from matplotlib import colors
 
 PLACE = Path(__file__).parent / "pictures"
 PANEL = "#fbfaf7"  # an opaque light panel, so that a dark page does not swallow the text
@@ -33,7 +34,7 @@ COLOURS = {
     "oracle": "#b59a3a",
     "paged": "#2a7f9e",
 }
-STYLE = {
+STYLE: Any = {
     "svg.hashsalt": "paged-jax",
     "figure.facecolor": PANEL,
     "axes.facecolor": PANEL,
@@ -133,10 +134,10 @@ def draw_pool() -> None:
     """Draw which request holds which block over the steps."""
     holders, owners, preemptions = small_run()
     colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
-    image = np.ones((*owners.shape, 3)) * matplotlib.colors.to_rgb("#ecebe6")
+    image = np.ones((*owners.shape, 3)) * colors.to_rgb("#ecebe6")
     for request in range(9):
         image[owners == request] = colours[request]
-    image[holders > 1] = matplotlib.colors.to_rgb("#222222")
+    image[holders > 1] = colors.to_rgb("#222222")
     figure, axis = plt.subplots(figsize=(8.6, 4.2))
     extent = (0, image.shape[1], image.shape[0] + 0.5, 0.5)
     axis.imshow(image, aspect="auto", interpolation="nearest", extent=extent)

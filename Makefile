@@ -78,9 +78,9 @@ format: $(READY)
 	$(RUN) -m ruff format .
 	$(RUN) -m ruff check --fix .
 
+# Half an hour on two cores with nothing beside it; writes benchmarks/README.md. What `peers.py make` has not made is left out.
 bench: $(READY)
-	$(RUN) benchmarks/step.py
-	$(RUN) benchmarks/prefix.py
+	$(RUN) benchmarks/report.py
 
 clean:
 	rm -rf .venv .venv-oldest .venv-cuda build dist *.egg-info

@@ -230,6 +230,13 @@ class Engine(Intake):
         while self._flying:
             self._collect()
 
+    def finish_compiling(self) -> str | None:
+        """Wait for the program of `later_widths`, if it was begun: the first dispatch begins it.
+
+        Returns why there is none, or None where it serves from now on.
+        """
+        return self._successor.wait()
+
     def is_flying(self) -> bool:
         """Return whether a dispatch is on its way."""
         return bool(self._flying)

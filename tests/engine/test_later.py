@@ -41,7 +41,7 @@ def serve(engine):
 def test_it_takes_over_and_gives_the_same_tokens(cache_folder):
     engine = make_engine(widths=(9,), later_widths=(1, 2, 4, 9))
     first = serve(engine)
-    assert engine._successor.wait() is None, engine._successor.wait()
+    assert engine.finish_compiling() is None, engine.finish_compiling()
     ready = engine._successor.pick(engine._programs.run)
     assert ready is not engine._programs.run
     compiled = engine._programs.run._cache_size()
@@ -62,7 +62,7 @@ def test_it_takes_over_and_gives_the_same_tokens(cache_folder):
 def test_without_a_cache_folder_the_first_program_goes_on():
     engine = make_engine(widths=(9,), later_widths=(1, 9))
     first = serve(engine)
-    assert engine._successor.wait() == "JAX has no cache folder"
+    assert engine.finish_compiling() == "JAX has no cache folder"
     assert serve(engine) == first
 
 
@@ -76,7 +76,7 @@ Local.__module__ = "__nowhere__"
 def test_a_decoder_that_cannot_be_sent_is_served_all_the_same(cache_folder):
     engine = make_engine(Local(), widths=(9,), later_widths=(1, 9))
     assert serve(engine) == serve(make_engine(widths=(9,)))
-    assert "Local" in engine._successor.wait()
+    assert "Local" in engine.finish_compiling()
 
 
 def test_what_goes_wrong_in_the_other_process_is_told(cache_folder):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Int
 
+from ..running_sum import running_sum
 from .tiles import QueryTiles
 
 # Rows that one trip of a CPU loop serves, and tokens of each row's context that it reads. With
@@ -125,13 +126,12 @@ def _flatten(
 
     Example: counts [2, 0, 1] -> lists [0, 0, 2, ...], places [0, 1, 0, ...], 3.
     """
-    num_lists = counts.shape[0]
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    item = jnp.arange(num_lists * most, dtype=jnp.int32)
-    # The list of an item is the number of lists that end at or before it: a scatter and a sum,
-    # where a search would be a loop.
-    ended = jnp.zeros_like(item).at[ends].add(1, mode="drop")
-    of_item = jnp.minimum(jnp.cumsum(ended, dtype=jnp.int32), num_lists - 1)
+    ends = running_sum(counts)
+    item = jnp.arange(counts.shape[0] * most, dtype=jnp.int32)
+    # The list of an item is the number of lists that end at or before it: one kernel, where a
+    # search is a loop.
+    of_item = (item[:, None] >= ends).sum(1, dtype=jnp.int32)
+    of_item = jnp.minimum(of_item, counts.shape[0] - 1)
     return of_item, item - (ends - counts)[of_item], ends[-1]
 
 

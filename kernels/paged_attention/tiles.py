@@ -14,6 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Int
 
+from ..running_sum import running_sum
+
 WIDE_TILE = 32
 
 
@@ -89,7 +91,7 @@ def cut_tiles(
     Example: seq [0, 0, 2], start [0, 4, 5], num_rows [4, 1, 1], position [15, 19, 8].
     """
     counts = pl.cdiv(q_lens, jnp.int32(size))
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    ends = running_sum(counts)
     tile = jnp.arange(bound, dtype=jnp.int32)
     # The sequence of a tile is the number of sequences that have ended before it.
     num_ended = (tile[:, None] >= ends[None]).sum(1, dtype=jnp.int32)
@@ -115,7 +117,7 @@ def locate_rows(
     Example: tile [0, 0, 0, 0, 1, 2], offset [0, 1, 2, 3, 0, 0].
     """
     counts = pl.cdiv(q_lens, jnp.int32(size))
-    first_tile = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    first_tile = running_sum(counts) - counts
     starts = cu_q_lens[:-1]
     row = jnp.arange(num_tokens, dtype=jnp.int32)
     owns = (row[:, None] >= starts[None]) & (row[:, None] < (starts + q_lens)[None])

@@ -11,7 +11,7 @@ from paged_jax.config import EngineConfig, token_widths
 from paged_jax.errors import ConfigError
 
 CPU_CACHE_BYTES = 2**30
-LEAST_WIDE, MOST_WIDE = 32, 256  # tokens of a pass that is wide enough for a prompt, and of any
+LEAST_WIDE, MOST_WIDE = 32, 512  # tokens of a pass that is wide enough for a prompt, and of any
 GPU_CACHE_SHARE = 0.85  # of what the params leave free
 
 
@@ -77,7 +77,7 @@ def choose_widths(config: EngineConfig) -> Widths:
     On a CPU a step costs what its width costs: one row and all running rows at first, then each
     power of two. On a GPU a narrow step costs what a wider one costs.
 
-        64 running, budget 512 -> (1, 64), later (1, 2, 4, 8, 16, 32, 64, 128, 256)
+        64 running, budget 512 -> (1, 64), later (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     """
     running, budget = config.max_num_seqs, config.max_num_batched_tokens
     if jax.default_backend() != "cpu":

@@ -101,10 +101,11 @@ def group_rows(walk: Walk, tables: Int[Array, "S M"], block_size: int) -> RowGro
     chunks = pl.cdiv(jnp.maximum(walk.end_block - walk.first_block, 0), jnp.int32(per_item))
     # Compares and sums: a sort and a scatter are loops.
     row, after = jnp.arange(num_rows, dtype=jnp.int32), chunks[:, None]
-    is_before = (chunks > after) | ((chunks == after) & (row < row[:, None]))
+    is_before = (chunks[None] > after) | ((chunks[None] == after) & (row[None] < row[:, None]))
     rank = is_before.sum(1, dtype=jnp.int32)
     place = jnp.arange(num_groups * size, dtype=jnp.int32).reshape(num_groups, size)
-    order = jnp.where(rank == place[..., None], row, 0).sum(2, dtype=jnp.int32)
+    is_there = rank[None, None] == place[..., None]
+    order = jnp.where(is_there, row[None, None], 0).sum(2, dtype=jnp.int32)
     is_row = place < num_rows
     counts = jnp.where(is_row, chunks[order], 0)[:, 0]
     group, trip, num_items = _flatten(counts, pl.cdiv(width, per_item))
@@ -130,7 +131,7 @@ def _flatten(
     item = jnp.arange(counts.shape[0] * most, dtype=jnp.int32)
     # The list of an item is the number of lists that end at or before it: one kernel, where a
     # search is a loop.
-    of_item = (item[:, None] >= ends).sum(1, dtype=jnp.int32)
+    of_item = (item[:, None] >= ends[None]).sum(1, dtype=jnp.int32)
     of_item = jnp.minimum(of_item, counts.shape[0] - 1)
     return of_item, item - (ends - counts)[of_item], ends[-1]
 
@@ -140,6 +141,7 @@ def _read_tables(tables, seq, block, end, num_blocks: int):
 
     Block 0 stays in the cache, and what may follow in a table does not.
     """
-    column = block[..., None] + jnp.arange(num_blocks, dtype=jnp.int32)
+    offsets = jnp.arange(num_blocks, dtype=jnp.int32)
+    column = block[..., None] + offsets.reshape(*(1,) * block.ndim, -1)
     ids = tables[seq[..., None], jnp.clip(column, 0, tables.shape[1] - 1)]
     return jnp.where(column < end[..., None], ids, 0)

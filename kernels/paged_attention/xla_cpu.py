@@ -94,7 +94,7 @@ def _walk_rows(
     def step(softmax, query, group, i):
         ids = at(groups.blocks, i)
         k, v = (-products.arrange(read(stored, ids, dtype)) for stored in (keys, values))
-        key_positions = at(groups.first_key, i)[:, None] + offsets
+        key_positions = at(groups.first_key, i)[:, None] + offsets[None]
         visible = is_visible(at(groups.position, group)[:, None], key_positions, scoring)
         visible, has_value = products.spread(visible)
         scores = products.score(query, k)

@@ -39,10 +39,7 @@ MAX_RUNNING = {SHAREGPT.name: 128, ALPACA.name: 512}
 PER_OCTAVE = 3  # rates in a doubling
 SLOW, VERY_SLOW = 5, 10  # latencies to compare at: multiples of a lone request's
 PAPER = (
-    "paper (SOSP 2023): 2 to 4 times the throughput of FasterTransformer and Orca at the same\n"
-    "latency; ShareGPT: 1.7 to 2.7 times Orca (oracle), 2.7 to 8 times Orca (max), up to 22 times\n"
-    "FasterTransformer; OPT-13B at 2 requests/s ran 7.0 (max), 9.8 (pow2), 13.6 (oracle) and\n"
-    "30.4 (vLLM) requests at once"
+    "paper (SOSP 2023): 2 to 4 times the throughput of FasterTransformer and Orca at equal latency"
 )
 
 

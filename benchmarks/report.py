@@ -16,8 +16,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import jax
-
 from script import describe_machine
 
 PLACE = Path(__file__).parent
@@ -81,10 +79,8 @@ def main() -> None:
         names = args.only.split(",") if args.only else list(chosen)
         if unknown := set(names) - set(chosen):
             parser.error(f"--only: {', '.join(unknown)}: of {', '.join(chosen)}")
-        stamp = (
-            f"{datetime.date.today()}, {describe_machine()}, Python {platform.python_version()}, "
-            f"jax {jax.__version__}"
-        )
+        python = platform.python_version()
+        stamp = f"{datetime.date.today()}, {describe_machine()}, Python {python}"
         for name in names:
             print(f"== {name}", flush=True)
             has_short = args.quick and name in ("waste", "policies", "sharing")

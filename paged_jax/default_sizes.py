@@ -84,7 +84,7 @@ def choose_widths(config: EngineConfig) -> Widths:
         return Widths(token_widths(config), None)
     first = {1, min(max(running, LEAST_WIDE), budget)}
     later = {running, *(1 << i for i in range(min(budget, MOST_WIDE).bit_length()))}
-    return Widths(tuple(sorted(first)), tuple(sorted(later)) if budget > 1 else None)
+    return Widths(tuple(sorted(first)), None if later <= first else tuple(sorted(later)))
 
 
 def _block_bytes(decoder: Any, block_size: int) -> int:

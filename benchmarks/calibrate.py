@@ -5,7 +5,6 @@
 The fit is over decode steps of 8 to 64 rows at two contexts, and prefill steps of 128 tokens.
 """
 
-import time
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from paged_jax.engine.requests import Output, make_request, to_rows
 from paged_jax.engine.step import EngineState, init_state, run
 from paged_jax.models import load_model
 from paged_jax.scheduling import sequences
+from script import time_steps
 from simulate import NoPages
 
 # A GUESS, NOT MEASURED: to be replaced by what `policies.py --calibrate` prints on a quiet machine,
@@ -60,18 +60,6 @@ def state_of(model: Any, rows: int, context: int) -> EngineState:
     params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
     outputs = {i: Output(make(str(i), [1] * context, params), 0) for i in range(rows)}
     return state.replace(seqs=sequences.add(state.seqs, to_rows(outputs, SIZES)))
-
-
-def time_steps(program: Any, state: EngineState, steps: int, repeats: int) -> float:
-    """Return seconds a step: the best of some runs from the same state."""
-    best = float("inf")
-    for _ in range(repeats):
-        copy = jax.block_until_ready(jax.tree.map(jnp.copy, state))
-        begin = time.perf_counter()
-        _, done = jax.block_until_ready(program(copy, jnp.int32(steps)))
-        best = min(best, time.perf_counter() - begin)
-        assert int(done) == steps
-    return best / steps
 
 
 def calibrate(quick: bool = False) -> tuple[Cost, list[dict]]:

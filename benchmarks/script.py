@@ -1,14 +1,16 @@
-"""What the scripts of the headline benchmark share: arguments, the machine, numbers as JSON."""
+"""What the scripts of the headline benchmark share: arguments, the machine, a timer, numbers."""
 
 import argparse
 import json
-import os
-import platform
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+
+from peer_runs import machine
 
 
 def parse(doc: str | None, **flags: str) -> argparse.Namespace:
@@ -24,15 +26,22 @@ def parse(doc: str | None, **flags: str) -> argparse.Namespace:
 
 
 def describe_machine() -> str:
-    """Return the processor's name, the number of cores and jax's version."""
-    name, info = platform.machine(), Path("/proc/cpuinfo")
-    if info.exists():
-        lines = [x for x in info.read_text().splitlines() if x.startswith("model name")]
-        name = lines[0].split(":")[1].strip() if lines else name
-    device = jax.devices()[0]
+    """Return jax's version, the processor's name and the number of cores."""
+    found, device = machine.describe(), jax.devices()[0]
     gpu = "" if device.platform == "cpu" else f"; {device.device_kind}"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"jax {jax.__version__}, {name}, {cores} cores{gpu}"
+    return f"jax {jax.__version__}, {found['cpu']}, {found['cores']} cores{gpu}"
+
+
+def time_steps(program: Any, state: Any, steps: int, repeats: int) -> float:
+    """Return seconds a step: the best of some runs from the same state, which is kept."""
+    best = float("inf")
+    for _ in range(repeats):
+        copy = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+        begin = time.perf_counter()
+        _, done = jax.block_until_ready(program(copy, np.int32(steps)))
+        best = min(best, time.perf_counter() - begin)
+        assert int(done) == steps
+    return best / steps
 
 
 def save(path: Path | None, numbers: dict[str, Any]) -> None:

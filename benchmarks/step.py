@@ -15,7 +15,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from paged_jax import Engine, EngineConfig, SamplingParams
@@ -23,6 +22,7 @@ from paged_jax.engine.requests import Output, make_request, to_rows
 from paged_jax.engine.step import init_state, run
 from paged_jax.kv_group import attention_group
 from paged_jax.scheduling import sequences
+from script import time_steps
 
 ROWS = (16, 64, 256)
 BLOCKS = (4096, 131_072, 1_048_576)
@@ -84,14 +84,7 @@ def step_time(
 ) -> float:
     """us a step of steady decode: the best of some dispatches from the same state."""
     program, start = decoding(rows, num_blocks, windows, caching)
-    best = float("inf")
-    for _ in range(repeats):
-        state = jax.block_until_ready(jax.tree.map(jnp.copy, start))
-        begin = time.perf_counter()
-        _, steps = jax.block_until_ready(program(state, np.int32(STEPS)))
-        best = min(best, time.perf_counter() - begin)
-        assert int(steps) == STEPS
-    return best / STEPS * 1e6
+    return time_steps(program, start, STEPS, repeats) * 1e6
 
 
 def host_times(rows: int, repeats: int) -> tuple[float, float]:

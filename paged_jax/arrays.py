@@ -39,6 +39,15 @@ def minimum(a: Any, b: Any) -> Any:
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
 
 
+def count_to_last(is_chosen: Bool[Array, "n"]) -> Int[Array, ""]:
+    """Count the places up to the last chosen one.
+
+    F T F T F -> 4
+    """
+    place = jnp.arange(1, is_chosen.shape[0] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(is_chosen, place, 0))
+
+
 class RaggedIndices(NamedTuple):
     """L entries that belong to n owners, owner after owner, padding behind them."""
 

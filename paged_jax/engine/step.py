@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from paged_jax.arrays import count_to_last
 from paged_jax.cache.paged_cache import PagedCache, init_cache, release_passed_blocks
 from paged_jax.cache.pages import copy_pages
 from paged_jax.checks import show
@@ -154,9 +155,7 @@ def _compute(
         batch = build_batch(books, seqs, take, seqs.config.max_num_batched_tokens)
     hidden, kv = decode(model, batch, cache.kv, widths)
     with jax.named_scope("head"):
-        place = jnp.arange(1, take.shape[0] + 1, dtype=jnp.int32)
-        count = jnp.max(jnp.where(batch.is_sampled, place, 0))
-        logits = head(model, hidden, count, widths)
+        logits = head(model, hidden, count_to_last(batch.is_sampled), widths)
     with jax.named_scope("sample"):
         rows = jax.tree.map(lambda x: x[batch.rows], seqs.sampling)
         is_sampled = batch.is_sampled

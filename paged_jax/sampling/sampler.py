@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from paged_jax.arrays import ceil_div
+from paged_jax.arrays import ceil_div, count_to_last
 from paged_jax.sampling.rows import SamplingRows
 from paged_jax.sampling.streams import uniforms
 
@@ -64,8 +64,6 @@ def _sample_by_parts(
 
     The last part may begin early, and samples some rows again.
     """
-    place = jnp.arange(1, is_wanted.shape[0] + 1, dtype=jnp.int32)
-    count = jnp.max(jnp.where(is_wanted, place, 0))
 
     def sample_part(i, sampled):
         part = jax.tree.map(
@@ -80,8 +78,9 @@ def _sample_by_parts(
             _sample_all(*part),
         )
 
+    num_parts = ceil_div(count_to_last(is_wanted), ROWS_AT_A_TIME)
     start = (jnp.zeros_like(lengths), jnp.full_like(lengths, 0, dtype=logits.dtype))
-    return jax.lax.fori_loop(0, ceil_div(count, ROWS_AT_A_TIME), sample_part, start)
+    return jax.lax.fori_loop(0, num_parts, sample_part, start)
 
 
 def _sample_all(

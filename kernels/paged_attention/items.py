@@ -3,19 +3,25 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from ..running_sum import running_sum
 from .tiles import QueryTiles
 
 # Rows that one trip of a CPU loop serves, and tokens of each row's context that it reads. With
-# fewer rows than a group has, a trip reads twice as many tokens. On two cores with AVX2 (9 query
-# heads, 3 KV heads, head_dim 64, block 16) 64 rows took, in ms a layer with 8 rows x 64 tokens,
-# 16 x 32, 4 x 128, 8 x 128: at 16 tokens of context 0.9, 0.8, 1.9, 1.9; at 160 tokens 5.1, 4.8,
-# 5.8, 5.7; one of 1000 tokens among 40s 4.0, 5.9, 4.0, 4.9. One row a trip: 3.0, 8.0, 4.6.
-GROUP_SIZE = 8
-ROW_CHUNK = 64
+# fewer rows than a group has, a trip reads twice as many tokens. LLVM unrolls inner loops of up to
+# 64 numbers to scalars, so chunks are longer. On two cores with AVX-512 (9 query heads, 3 KV heads,
+# head_dim 64, block 16) 64 rows took, in ms a layer with 16 rows x 96 tokens, 16 x 64, 16 x 128,
+# 8 x 64, 8 x 128, 32 x 32: at 145 tokens of context 2.0, 2.4, 2.4, 3.0, 2.9, 2.0; at 380 tokens
+# 4.3, 5.0, 4.1, 6.1, 4.9, 4.8; at 45 to 245 tokens 2.0, 2.2, 2.1 with 16 rows.
+GROUP_SIZE = 16
+ROW_CHUNK = 96
+
+# Tiles that one trip of a CPU loop serves, side by side. 512 tokens of 4 sequences took 3.2, 2.5,
+# 2.0, 1.8 ms a layer with 1, 2, 4, 8 tiles; 512 of 2 sequences 4.4, 3.6, 2.8, 3.4.
+NUM_SHARES = 4
 
 
 class Walk(NamedTuple):
@@ -26,23 +32,36 @@ class Walk(NamedTuple):
     end_block: Int[Array, "P"]
 
 
+class Shares(NamedTuple):
+    """The items cut into W shares, which a CPU's cores work on at the same time.
+
+    A share begins where a tile begins, so no tile is in two of them: what a row attends to is
+    added in one order, whatever else is in the batch.
+
+    Attributes:
+        first_item: first item of each share, and the end of the last.
+        first_tile: the first tile of each share. It has those up to the next share's.
+    """
+
+    first_item: Int[Array, "W+1"]
+    first_tile: Int[Array, "W"]
+
+
 class Items(NamedTuple):
     """The chunks of blocks that the tiles of a walk have to see: tile after tile, in order.
 
     Attributes:
         tile: tile of each chunk.
-        is_first: whether the chunk is its tile's first.
         first_key: position of the chunk's first token.
         blocks: ids of the chunk's blocks. Past the last block of a tile they are 0; what is read
             there is to be masked.
-        num_items: number of real chunks.
+        shares: the real chunks, cut into shares.
     """
 
     tile: Int[Array, "I"]
-    is_first: Bool[Array, "I"]
     first_key: Int[Array, "I"]
     blocks: Int[Array, "I blocks"]
-    num_items: Int[Array, ""]
+    shares: Shares
 
 
 class RowGroups(NamedTuple):
@@ -74,17 +93,16 @@ def list_items(walk: Walk, tables: Int[Array, "S M"], block_size: int, chunk_tok
     """List the chunks of `chunk_tokens` tokens of a walk.
 
     Example: two tiles that see the blocks 2 to 4 and block 0, blocks of 16, chunks of 32 tokens:
-    tile [0, 0, 1], is_first [yes, no, yes], first_key [32, 64, 0], table columns
-    [[2, 3], [4, none], [0, none]].
+    tile [0, 0, 1], first_key [32, 64, 0], table columns [[2, 3], [4, none], [0, none]].
     """
     width = tables.shape[1]
     per_item = max(1, min(chunk_tokens // block_size, width))
     counts = pl.cdiv(jnp.maximum(walk.end_block - walk.first_block, 0), jnp.int32(per_item))
-    tile, trip, num_items = _flatten(counts, pl.cdiv(width, per_item))
+    tile, trip, ends = _flatten(counts, pl.cdiv(width, per_item))
     block = walk.first_block[tile] + trip * per_item
     seq, end = walk.tiles.seq[tile], walk.end_block[tile]
     blocks = _read_tables(tables, seq, block, end, per_item)
-    return Items(tile, trip == 0, block * block_size, blocks, num_items)
+    return Items(tile, block * block_size, blocks, share_items(ends - counts, ends[-1]))
 
 
 def group_rows(walk: Walk, tables: Int[Array, "S M"], block_size: int) -> RowGroups:
@@ -108,7 +126,7 @@ def group_rows(walk: Walk, tables: Int[Array, "S M"], block_size: int) -> RowGro
     order = jnp.where(is_there, row[None, None], 0).sum(2, dtype=jnp.int32)
     is_row = place < num_rows
     counts = jnp.where(is_row, chunks[order], 0)[:, 0]
-    group, trip, num_items = _flatten(counts, pl.cdiv(width, per_item))
+    group, trip, ends = _flatten(counts, pl.cdiv(width, per_item))
     tile = order[group]
     block = walk.first_block[tile] + trip[:, None] * per_item
     end = jnp.where(is_row, walk.end_block[order], 0)[group]
@@ -116,16 +134,16 @@ def group_rows(walk: Walk, tables: Int[Array, "S M"], block_size: int) -> RowGro
     is_row &= walk.tiles.num_rows[order] > 0
     position = jnp.where(is_row, walk.tiles.position[order], -1)
     return RowGroups(
-        walk.tiles.start[order], position, rank, group, block * block_size, blocks, num_items
+        walk.tiles.start[order], position, rank, group, block * block_size, blocks, ends[-1]
     )
 
 
 def _flatten(
     counts: Int[Array, "P"], most: int
-) -> tuple[Int[Array, "I"], Int[Array, "I"], Int[Array, ""]]:
-    """Return for each item of P lists of `counts` items its list, its place there, and the sum.
+) -> tuple[Int[Array, "I"], Int[Array, "I"], Int[Array, "P"]]:
+    """Return for each item of P lists of `counts` items its list and its place there; lists' ends.
 
-    Example: counts [2, 0, 1] -> lists [0, 0, 2, ...], places [0, 1, 0, ...], 3.
+    Example: counts [2, 0, 1] -> lists [0, 0, 2, ...], places [0, 1, 0, ...], ends [2, 2, 3].
     """
     ends = running_sum(counts)
     item = jnp.arange(counts.shape[0] * most, dtype=jnp.int32)
@@ -133,7 +151,21 @@ def _flatten(
     # search is a loop.
     of_item = (item[:, None] >= ends[None]).sum(1, dtype=jnp.int32)
     of_item = jnp.minimum(of_item, counts.shape[0] - 1)
-    return of_item, item - (ends - counts)[of_item], ends[-1]
+    return of_item, item - (ends - counts)[of_item], ends
+
+
+def share_items(begins: Int[Array, "P"], num_items: Int[Array, ""]) -> Shares:
+    """Cut `num_items` items of tiles whose items begin at `begins` into NUM_SHARES shares.
+
+    Example: tiles that begin at 0, 3, 3 and 4, of 6 items, in two shares: first_item [0, 3, 6],
+    first_tile [0, 1].
+    """
+    share = jnp.arange(1, NUM_SHARES, dtype=jnp.int32)
+    wanted = lax.div(num_items * share, jnp.int32(NUM_SHARES))[:, None]
+    inner = jnp.where(begins[None] >= wanted, begins[None], num_items).min(1)
+    first_tile = (begins[None] < inner[:, None]).sum(1, dtype=jnp.int32)
+    first_item = jnp.concatenate([jnp.zeros_like(inner, shape=1), inner, num_items[None]])
+    return Shares(first_item, jnp.pad(first_tile, (1, 0)))
 
 
 def _read_tables(tables, seq, block, end, num_blocks: int):

@@ -61,13 +61,12 @@ class _Sequences(NamedTuple):
     tables: Int[Array, "S M"]
     planned: Planned
 
-    def walk(self, q_lens: Int[Array, "S"], size: int) -> Walk:
-        """Cut the sequences with `q_lens > 0` into tiles of `size` rows that know their blocks.
+    def walk(self, q_lens: Int[Array, "S"], size: int, bound: int) -> Walk:
+        """Cut the sequences with `q_lens > 0` into `bound` tiles of `size` rows or fewer.
 
         Example: rows 15 to 18, blocks of 4, window 8: keys 8 to 18, first_block 2, end_block 5.
         """
         planned, block_size = self.planned, jnp.int32(self.planned.block_size)
-        bound = max_tiles(planned.num_tokens, planned.num_seqs, size)
         tiles = cut_tiles(q_lens, self.cu_q_lens, self.kv_lens, size, bound)
         if planned.window is None:
             first_key = jnp.zeros_like(tiles.position)
@@ -114,12 +113,13 @@ def plan_attention(
     many = jnp.where(q_lens > 1, q_lens, 0)
     one = q_lens if size == 1 else (q_lens == 1).astype(jnp.int32)
     sequences = _Sequences(cu_q_lens, kv_lens, tables, planned)
-    wide = sequences.walk(many, size)
-    single = group_rows(sequences.walk(one, 1), tables, block_size)
+    bound = max_tiles(num_tokens, seqs, size)
+    wide = sequences.walk(many, size, bound)
+    single = group_rows(sequences.walk(one, 1, min(num_tokens, seqs)), tables, block_size)
     single_place = locate_rows(num_tokens, one, cu_q_lens, 1)
     return AttentionPlan(
         tables=tables,
-        every=sequences.walk(q_lens, size),
+        every=sequences.walk(q_lens, size, bound),
         wide=(wide.tiles, list_items(wide, tables, block_size, TILE_CHUNK)),
         single=single,
         place=locate_rows(num_tokens, q_lens, cu_q_lens, size),

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from .online_softmax import dot
@@ -41,7 +42,9 @@ class ByHead(NamedTuple):
 
     def score(self, queries, keys) -> Float[Array, "G KV R L"]:
         """Return the scores."""
-        return dot("gkrd,gkld->gkrl", queries, keys)
+        # XLA packs its right operand anew at each call: here the few queries, not the keys.
+        scores = lax.optimization_barrier(dot("gkld,gkrd->gklr", keys, queries))
+        return scores.swapaxes(2, 3)
 
     def weigh(self, weights, values) -> Float[Array, "G KV R D"]:
         """Return the weighted sums of values."""

@@ -10,8 +10,6 @@ What counts is how fast the pages are read, and that takes care in what XLA is g
   transposed once more.
 """
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -27,55 +25,41 @@ from .online_softmax import (
     unpack_softmax,
 )
 from .plan import AttentionPlan
-from .reads import Stored, at, by_token, cut_rows, read
+from .reads import Stored, at, read
 from .row_products import by_head, choose_products
 from .scoring import LOWEST, Scoring, is_in_reach, is_visible
 
 UNROLLED = 64  # the longest inner loop that LLVM unrolls
+NEVER = 2**30  # a key's position that no query sees
 
 
 def few_rows_at_a_time(
     q, keys: Stored, values: Stored, plan: AttentionPlan, scoring: Scoring, chunk_tokens: int
 ) -> Softmax:
-    """Attend with one flat loop over the chunks of the tiles' contexts, tile after tile.
+    """Attend with loops over the chunks of the tiles' contexts, tile after tile.
 
     Padding costs little. A decoding sequence in a mixed batch must not pay for a whole tile:
-    sequences with one query row have a loop of their own, a group of them at a time.
+    sequences with one query row have loops of their own, a group of them at a time.
     """
     del chunk_tokens  # the plan has cut the contexts
     rows = _walk_rows(q, keys, values, plan, scoring)
-    size = plan.every.tiles.size
-    if size > 1:
+    if plan.every.tiles.size > 1:
         tiles = _walk_tiles(q, keys, values, plan, scoring)
-        tiles = by_token(tiles, plan.wide_place, size)
         rows = jnp.where(plan.single_place.is_owned[:, None, None], rows, tiles)
     softmax = unpack_softmax(rows)
     return softmax._replace(acc=softmax.acc[..., :-2])
 
 
-def _walk(
-    num_items,
-    place: Array,
-    queries: Float[Array, "P *rows X"],
-    head_dim: int,
-    step: Callable,
-) -> Float[Array, "P *rows W"]:
-    """Return the packed softmax of each of P tiles or groups over its items.
+def _start(queries: Float[Array, "*rows X"], head_dim: int) -> Float[Array, "*rows W"]:
+    """Return the packed softmax of rows that have seen nothing.
 
-    `step(softmax, queries, place, item)` adds one item, which is of the tile `place[item]`. The
-    carry is one array: every kernel in here is compiled once a layer and launched once an item.
+    One array is the carry of a loop: its kernels are compiled once, and launched once an item.
     """
     width = head_dim + 2
-    sums = jnp.full_like(queries, 0, shape=(*queries.shape[:-1], width))
-    # The start also of a tile without an item, which sees nothing.
-    sums = jnp.where(jnp.arange(width) == width - 1, LOWEST, sums)
-
-    def body(i, sums):
-        here = at(place, i)
-        softmax = step(unpack_softmax(at(sums, here)), at(queries, here), here, i)
-        return lax.dynamic_update_index_in_dim(sums, pack_softmax(softmax), here, 0)
-
-    return lax.fori_loop(0, num_items, body, sums)
+    # With the barrier it is made when it is needed, and not for all layers at the step's start.
+    zero, _ = lax.optimization_barrier((jnp.zeros_like(queries, shape=()), queries))
+    sums = jnp.full_like(queries, zero, shape=(*queries.shape[:-1], width))
+    return jnp.where(jnp.arange(width) == width - 1, LOWEST, sums)
 
 
 def _walk_rows(
@@ -91,43 +75,71 @@ def _walk_rows(
     offsets = jnp.arange(tokens, dtype=jnp.int32)
     exp = _exp if tokens <= UNROLLED else jnp.exp
 
-    def step(softmax, query, group, i):
-        ids = at(groups.blocks, i)
+    def step(i, sums):
+        group, ids = at(groups.group, i), at(groups.blocks, i)
         k, v = (-products.arrange(read(stored, ids, dtype)) for stored in (keys, values))
         key_positions = at(groups.first_key, i)[:, None] + offsets[None]
         visible = is_visible(at(groups.position, group)[:, None], key_positions, scoring)
         visible, has_value = products.spread(visible)
-        scores = products.score(query, k)
-        softmax, weights = add_scores(softmax, scores, visible, scoring, exp)
+        scores = products.score(at(queries, group), k)
+        softmax, weights = add_scores(
+            unpack_softmax(at(sums, group)), scores, visible, scoring, exp
+        )
         v = jnp.where(has_value, v, 0)
-        return add_values(softmax, pad_values(-products.weigh(weights, v)))
+        softmax = add_values(softmax, pad_values(-products.weigh(weights, v)))
+        return lax.dynamic_update_index_in_dim(sums, pack_softmax(softmax), group, 0)
 
-    sums = _walk(groups.num_items, groups.group, queries, head_dim, step)
+    sums = lax.fori_loop(0, groups.num_items, step, _start(queries, head_dim))
     return at(sums.reshape(-1, num_heads, head_dim + 2), plan.single_place.tile)
 
 
 def _walk_tiles(
     q, keys: Stored, values: Stored, plan: AttentionPlan, scoring: Scoring
-) -> Float[Array, "P KV GC W"]:
-    """Return the packed softmax of the sequences with more query rows, by tile."""
-    block_size, kv_heads = keys[0].shape[1:3]
-    tiles, items = plan.wide
-    queries = cut_rows(q, tiles, kv_heads) * -scoring.scale
-    group = q.shape[1] // kv_heads
+) -> Float[Array, "T H W"]:
+    """Return the packed softmax of the sequences with more query rows, by token."""
+    (num_tokens, num_heads, head_dim), (block_size, kv_heads) = q.shape, keys[0].shape[1:3]
+    (tiles, items), size = plan.wide, plan.every.tiles.size
+    # By head, so that a tile is a slice. The last tile may end past the last token.
+    queries = q.astype(sum_dtype(q)).swapaxes(0, 1) * -scoring.scale
+    queries = jnp.pad(queries, ((0, 0), (0, size), (0, 0)))
     offsets = jnp.arange(items.blocks.shape[1] * block_size, dtype=jnp.int32)
 
-    def step(softmax, query, tile, i):
-        ids = at(items.blocks, i)
-        k, v = (-by_head(read(stored, ids, queries.dtype)) for stored in (keys, values))
-        key_positions, position = at(items.first_key, i) + offsets, at(tiles.position, tile)
-        visible = is_visible((position + tiles.offsets)[:, None], key_positions[None], scoring)
-        in_reach = is_in_reach(position, at(tiles.num_rows, tile), key_positions, scoring)
-        v = jnp.where(in_reach[:, None], v, 0)
-        scores, visible = dot("krd,kld->krl", query, k), jnp.tile(visible, (group, 1))
-        softmax, weights = add_scores(softmax, scores, visible, scoring)
-        return add_values(softmax, pad_values(-dot("krl,kld->krd", weights, v)))
+    def cut(x, tile):
+        rows = lax.dynamic_slice_in_dim(x, at(tiles.start, tile), size, 1)
+        return rows.reshape(kv_heads, -1, x.shape[2])
 
-    return _walk(items.num_items, items.tile, queries, q.shape[2], step)
+    def step(i, is_over, sums):
+        tile, ids = at(items.tile, i), at(items.blocks, i)
+        k, v = (-by_head(read(stored, ids, queries.dtype)) for stored in (keys, values))
+        key_positions = jnp.where(is_over, NEVER, at(items.first_key, i) + offsets)
+        position = at(tiles.position, tile)
+        visible = is_visible((position + tiles.offsets)[:, None], key_positions[None], scoring)
+        num_rows = at(tiles.num_rows, tile)
+        in_reach = is_in_reach(position, num_rows, key_positions, scoring)
+        v, before = jnp.where(in_reach[:, None], v, 0), cut(sums, tile)
+        scores = dot("krd,kld->krl", cut(queries, tile), k)
+        visible = jnp.tile(visible, (num_heads // kv_heads, 1))
+        softmax, weights = add_scores(unpack_softmax(before), scores, visible, scoring)
+        softmax = add_values(softmax, pad_values(-dot("krl,kld->krd", weights, v)))
+        # Past the tile's rows lie those of the next one.
+        rows = pack_softmax(softmax).reshape(num_heads, size, -1)
+        rows = jnp.where(tiles.offsets[:, None] < num_rows, rows, before.reshape(rows.shape))
+        return lax.dynamic_update_slice_in_dim(sums, rows, at(tiles.start, tile), 1)
+
+    (first, first_tile), last = items.shares, items.shares.first_item[1:] - 1
+
+    def trip(i, parts):
+        item = first[:-1] + i
+        is_over, item = item > last, jnp.minimum(item, last)
+        return [step(item[w], is_over[w], part) for w, part in enumerate(parts)]
+
+    parts = [_start(queries, head_dim)] * last.shape[0]
+    parts = lax.fori_loop(0, (last - first[:-1] + 1).max(), trip, parts)
+    sums, *others = [x.swapaxes(0, 1)[:num_tokens] for x in parts]
+    tile = plan.wide_place.tile[:, None, None]
+    for w, part in enumerate(others, 1):
+        sums = jnp.where(tile >= first_tile[w], part, sums)
+    return sums
 
 
 def _exp(x):

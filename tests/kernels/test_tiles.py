@@ -1,10 +1,15 @@
+from itertools import pairwise
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels import plan_attention
 from paged_jax.kernels.paged_attention.combine import share_of_context
+from paged_jax.kernels.paged_attention.items import share_items
 from paged_jax.kernels.paged_attention.tiles import (
     cut_tiles,
     locate_rows,
@@ -97,7 +102,9 @@ def test_a_walk_starts_at_the_first_block_of_its_window(window):
         assert int(walk.first_block[t]) == _first_key(position, window) // 16
         assert int(walk.end_block[t]) == (position + int(tiles.num_rows[t]) - 1) // 16 + 1
     tiles, items = plan.wide
-    first = np.flatnonzero(np.asarray(items.is_first))[: int(tiles.num_tiles)]
+    num_items = int(items.shares.first_item[-1])
+    _, first = np.unique(np.asarray(items.tile)[:num_items], return_index=True)
+    assert len(first) == int(tiles.num_tiles)
     for item, position in zip(first, np.asarray(tiles.position), strict=False):
         assert int(items.first_key[item]) == _first_key(int(position), window) // 16 * 16
 
@@ -106,7 +113,22 @@ def _first_key(position, window):
     return 0 if window is None else max(position - window + 1, 0)
 
 
-@pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 20])
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=12, max_size=12))
+def test_shares_have_all_items_of_whole_tiles_and_about_equally_many(counts):
+    ends = np.cumsum(counts)
+    begins = ends - counts
+    shares = share_items(jnp.asarray(begins, jnp.int32), jnp.int32(ends[-1]))
+    first_item, first_tile = (np.asarray(x).tolist() for x in shares)
+    assert first_item[0] == first_tile[0] == 0 and first_item[-1] == ends[-1]
+    assert first_item == sorted(first_item)
+    tiles = [*first_tile, len(counts)]
+    for share, (first, end) in enumerate(pairwise(first_item)):
+        assert sum(counts[tiles[share] : tiles[share + 1]]) == end - first
+        assert end - first <= -(-ends[-1] // len(first_tile)) + max(counts)
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 15, 16, 17, 40])
 @pytest.mark.parametrize("window", [None, 100])
 def test_groups_read_every_block_that_their_rows_see_once(num_rows, window):
     kv_lens = np.random.default_rng(num_rows).integers(0, 600, num_rows)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from ..running_sum import running_sum
 from .tiles import QueryTiles
@@ -77,6 +77,7 @@ class RowGroups(NamedTuple):
         group: group of each item.
         first_key: position of the first token of each row's chunk, by item.
         blocks: ids of the chunks' blocks. Past a row's last block they are 0.
+        is_shared: whether the blocks of all rows are those of the item's first row.
         num_items: number of real items.
     """
 
@@ -86,6 +87,7 @@ class RowGroups(NamedTuple):
     group: Int[Array, "I"]
     first_key: Int[Array, "I G"]
     blocks: Int[Array, "I G blocks"]
+    is_shared: Bool[Array, "I"]
     num_items: Int[Array, ""]
 
 
@@ -101,7 +103,7 @@ def list_items(walk: Walk, tables: Int[Array, "S M"], block_size: int, chunk_tok
     tile, trip, ends = _flatten(counts, pl.cdiv(width, per_item))
     block = walk.first_block[tile] + trip * per_item
     seq, end = walk.tiles.seq[tile], walk.end_block[tile]
-    blocks = _read_tables(tables, seq, block, end, per_item)
+    blocks, _ = _read_tables(tables, seq, block, end, per_item)
     return Items(tile, block * block_size, blocks, share_items(ends - counts, ends[-1]))
 
 
@@ -130,12 +132,12 @@ def group_rows(walk: Walk, tables: Int[Array, "S M"], block_size: int) -> RowGro
     tile = order[group]
     block = walk.first_block[tile] + trip[:, None] * per_item
     end = jnp.where(is_row, walk.end_block[order], 0)[group]
-    blocks = _read_tables(tables, walk.tiles.seq[tile], block, end, per_item)
+    blocks, is_block = _read_tables(tables, walk.tiles.seq[tile], block, end, per_item)
+    is_shared = ((blocks == blocks[:, :1]) | ~is_block).all((1, 2))
     is_row &= walk.tiles.num_rows[order] > 0
     position = jnp.where(is_row, walk.tiles.position[order], -1)
-    return RowGroups(
-        walk.tiles.start[order], position, rank, group, block * block_size, blocks, ends[-1]
-    )
+    start, first_key = walk.tiles.start[order], block * block_size
+    return RowGroups(start, position, rank, group, first_key, blocks, is_shared, ends[-1])
 
 
 def _flatten(
@@ -169,11 +171,12 @@ def share_items(begins: Int[Array, "P"], num_items: Int[Array, ""]) -> Shares:
 
 
 def _read_tables(tables, seq, block, end, num_blocks: int):
-    """Return the ids of `num_blocks` blocks of each sequence from `block` on; 0 from `end` on.
+    """Return the ids of `num_blocks` blocks of each sequence from `block` on, and which are real.
 
-    Block 0 stays in the cache, and what may follow in a table does not.
+    From `end` on they are 0. Block 0 stays in the cache, and what may follow in a table does not.
     """
     offsets = jnp.arange(num_blocks, dtype=jnp.int32)
     column = block[..., None] + offsets.reshape(*(1,) * block.ndim, -1)
     ids = tables[seq[..., None], jnp.clip(column, 0, tables.shape[1] - 1)]
-    return jnp.where(column < end[..., None], ids, 0)
+    is_block = column < end[..., None]
+    return jnp.where(is_block, ids, 0), is_block

@@ -10,6 +10,8 @@ What counts is how fast the pages are read, and that takes care in what XLA is g
   transposed once more.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -26,7 +28,7 @@ from .online_softmax import (
 )
 from .plan import AttentionPlan
 from .reads import Stored, at, read
-from .row_products import by_head, choose_products
+from .row_products import SameForAll, by_head, choose_products
 from .scoring import LOWEST, Scoring, is_in_reach, is_visible
 
 UNROLLED = 64  # the longest inner loop that LLVM unrolls
@@ -75,19 +77,25 @@ def _walk_rows(
     offsets = jnp.arange(tokens, dtype=jnp.int32)
     exp = _exp if tokens <= UNROLLED else jnp.exp
 
+    def attend(products, query, before, ids, visible):
+        k, v = (-products.arrange(read(stored, ids, dtype)) for stored in (keys, values))
+        visible, has_value = products.spread(visible)
+        scores = products.score(query, k)
+        softmax, weights = add_scores(unpack_softmax(before), scores, visible, scoring, exp)
+        v = jnp.where(has_value, v, 0)
+        return pack_softmax(add_values(softmax, pad_values(-products.weigh(weights, v))))
+
     def step(i, sums):
         group, ids = at(groups.group, i), at(groups.blocks, i)
-        k, v = (-products.arrange(read(stored, ids, dtype)) for stored in (keys, values))
         key_positions = at(groups.first_key, i)[:, None] + offsets[None]
         visible = is_visible(at(groups.position, group)[:, None], key_positions, scoring)
-        visible, has_value = products.spread(visible)
-        scores = products.score(at(queries, group), k)
-        softmax, weights = add_scores(
-            unpack_softmax(at(sums, group)), scores, visible, scoring, exp
-        )
-        v = jnp.where(has_value, v, 0)
-        softmax = add_values(softmax, pad_values(-products.weigh(weights, v)))
-        return lax.dynamic_update_index_in_dim(sums, pack_softmax(softmax), group, 0)
+        args = at(queries, group), at(sums, group), ids, visible
+        if row.shape[1] == 1:
+            rows = attend(products, *args)
+        else:
+            forms = partial(attend, SameForAll(kv_heads)), partial(attend, products)
+            rows = lax.cond(at(groups.is_shared, i), *forms, *args)
+        return lax.dynamic_update_index_in_dim(sums, rows, group, 0)
 
     sums = lax.fori_loop(0, groups.num_items, step, _start(queries, head_dim))
     return at(sums.reshape(-1, num_heads, head_dim + 2), plan.single_place.tile)

@@ -144,6 +144,21 @@ def test_where_blocks_lie_and_who_shares_them_does_not_matter(form):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_rows_of_a_shared_prefix_read_it_once_and_match_the_reference(window):
+    heads = replace(WINDOWED, scoring=dict(window=window))
+    # Three rows a trip: the first group shares two chunks and not the third.
+    batch = make_batch(
+        heads,
+        [(1, 90), (1, 70), (1, 95), (1, 40), (1, 3)],
+        **dict(num_tokens=8, num_seqs=8, table_width=6),
+    )
+    tables = np.array(batch.block_tables)
+    tables[1:3, :4] = tables[0, :4]
+    batch = with_arrays(batch, block_tables=tables)
+    assert_matches(heads, attend("cpu", heads, batch), expected(heads, batch))
+
+
 @every_form
 def test_a_row_gives_the_same_numbers_whoever_its_neighbours_are(form):
     heads = WINDOWED_FOR[form]

@@ -158,6 +158,23 @@ def test_groups_read_every_block_that_their_rows_see_once(num_rows, window):
     assert num_items == sum(chunks[::size])
 
 
+def test_an_item_is_shared_if_all_rows_that_have_blocks_there_have_the_same():
+    tables = np.arange(1, 4 * 20 + 1, dtype=np.int32).reshape(4, 20)
+    tables[:, :12] = tables[0, :12]  # in chunks of 12 blocks, 192 tokens
+    for kv_lens, shared in (
+        ([320, 300, 310, 0], [True, False]),
+        ([320, 192, 191, 1], [True, True]),
+        ([193, 192, 190, 1], [True, True]),
+        ([300, 193, 1, 1], [True, False]),
+        ([0, 0, 0, 0], []),
+    ):
+        kv_lens = jnp.asarray(kv_lens, jnp.int32)
+        index = kv_lens, jnp.asarray(tables), jnp.arange(5), jnp.int32(4)
+        groups = plan_attention(4, *index, num_blocks=81, block_size=16, window=None).single
+        assert groups.blocks.shape[1:] == (4, 12)
+        assert np.asarray(groups.is_shared)[: int(groups.num_items)].tolist() == shared
+
+
 @pytest.mark.parametrize("block_size, chunk", [(16, 64), (5, 32), (64, 64)])
 @pytest.mark.parametrize("splits", [1, 3, 8])
 def test_splits_share_out_a_context_once_and_nothing_before_its_first_block(

@@ -10,6 +10,7 @@ serving.
 """
 
 import atexit
+import contextlib
 import os
 import pickle
 import subprocess
@@ -18,12 +19,18 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 import jax
 from flax import nnx
 
 from paged_jax.engine.dispatch import compile_programs
 
 NICE = 10  # priority of the other process: it compiles in what the one that serves leaves
+LOCK = "paged-jax-later.lock"  # in the cache folder
 
 
 class Spec(NamedTuple):
@@ -109,19 +116,40 @@ def compile_elsewhere(spec: Spec) -> str | None:
         stderr=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is not for it
     )
-    _, errors = process.communicate(pickle.dumps((sys.path, NICE)) + pickle.dumps(spec))
+    begin = pickle.dumps((sys.path, NICE, os.getpid()))
+    _, errors = process.communicate(begin + pickle.dumps(spec))
     return None if process.returncode == 0 else errors.decode(errors="replace")[-1000:]
 
 
 def serve_spec() -> None:
     """Compile the spec that stands on the standard input: what the other process does."""
-    sys.path[:], nice = pickle.load(sys.stdin.buffer)
+    sys.path[:], nice, parent = pickle.load(sys.stdin.buffer)
     if hasattr(os, "nice"):
         os.nice(nice)
     spec: Spec = pickle.load(sys.stdin.buffer)
     for name, value in spec.settings.items():
         jax.config.update(name, value)
-    compile_programs(spec.graphdef, spec.widths).run.lower(*spec.shapes).compile()
+    if wait_for_turn(jax.config.jax_compilation_cache_dir, parent):
+        compile_programs(spec.graphdef, spec.widths).run.lower(*spec.shapes).compile()
+
+
+def wait_for_turn(folder: str, parent: int) -> bool:
+    """Wait until no other process compiles for this folder; return whether to compile here still.
+
+    That takes gigabytes and both cores, and scripts that run one after the other want the same
+    program. What had to wait goes on only if its parent is still there.
+    """
+    if fcntl is None:
+        return True
+    try:
+        lock = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+            return True
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:
+        return True  # a folder elsewhere
+    return os.getppid() == parent
 
 
 def _settings() -> dict[str, Any]:

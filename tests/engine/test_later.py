@@ -1,5 +1,8 @@
 """A program of other widths that another process compiles, and that takes over."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import numpy as np
 import pytest
@@ -8,7 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from paged_jax import BeamSearchParams, Engine, EngineConfig, SamplingParams
 from paged_jax.default_sizes import choose_widths
-from paged_jax.engine.later import Spec, compile_elsewhere
+from paged_jax.engine.later import LOCK, Spec, compile_elsewhere, wait_for_turn
 from toy_decoder import ToyDecoder
 
 SIZES = dict(num_blocks=30, max_model_len=40, max_num_seqs=4, max_num_batched_tokens=9)
@@ -81,6 +84,24 @@ def test_a_decoder_that_cannot_be_sent_is_served_all_the_same(cache_folder):
 
 def test_what_goes_wrong_in_the_other_process_is_told(cache_folder):
     assert "Error" in compile_elsewhere(Spec(nnx.graphdef(ToyDecoder()), (1,), (3,), {}))
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_one_process_compiles_at_a_time_and_none_whose_parent_ended_meanwhile(tmp_path, is_wanted):
+    parent = os.getppid() if is_wanted else -1
+    fcntl = pytest.importorskip("fcntl")
+    with open(tmp_path / LOCK, "w") as other, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        waiting = pool.submit(wait_for_turn, str(tmp_path), parent)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.2)
+        fcntl.flock(other, fcntl.LOCK_UN)
+        assert waiting.result(timeout=60) == is_wanted
+    assert wait_for_turn(str(tmp_path / "nowhere"), -1)
+
+
+def test_whoever_need_not_wait_compiles_also_as_an_orphan(tmp_path):
+    assert wait_for_turn(str(tmp_path), -1)
 
 
 def test_a_cpu_begins_with_two_widths_and_goes_on_with_powers_of_two():

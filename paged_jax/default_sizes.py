@@ -11,7 +11,7 @@ from paged_jax.config import EngineConfig, token_widths
 from paged_jax.errors import ConfigError
 
 CPU_CACHE_BYTES = 2**30
-LEAST_WIDE, MOST_WIDE = 32, 512  # tokens of a pass that is wide enough for a prompt, and of any
+LEAST_WIDE, MOST_WIDE = 32, 256  # tokens of a pass that is wide enough for a prompt, and of any
 GPU_CACHE_SHARE = 0.85  # of what the params leave free
 
 
@@ -75,15 +75,16 @@ def choose_widths(config: EngineConfig) -> Widths:
     """Return the widths for the default backend.
 
     On a CPU a step costs what its width costs: one row and all running rows at first, then each
-    power of two. On a GPU a narrow step costs what a wider one costs.
+    power of two but 2, for two rows cost what four cost. On a GPU a narrow step costs what a wider
+    one costs.
 
-        64 running, budget 512 -> (1, 64), later (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+        64 running, budget 512 -> (1, 64), later (1, 4, 8, 16, 32, 64, 128, 256)
     """
     running, budget = config.max_num_seqs, config.max_num_batched_tokens
     if jax.default_backend() != "cpu":
         return Widths(token_widths(config), None)
     first = {1, min(max(running, LEAST_WIDE), budget)}
-    later = {running, *(1 << i for i in range(min(budget, MOST_WIDE).bit_length()))}
+    later = {1, running, *(1 << i for i in range(2, min(budget, MOST_WIDE).bit_length()))}
     return Widths(tuple(sorted(first)), None if later <= first else tuple(sorted(later)))
 
 

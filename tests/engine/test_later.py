@@ -108,8 +108,8 @@ def test_a_cpu_begins_with_two_widths_and_goes_on_with_powers_of_two():
     config = EngineConfig(100, 400, 48, 300)
     first, later = choose_widths(config)
     assert first == (1, 48)
-    assert later == (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)
-    assert choose_widths(EngineConfig(100, 400, 1, 20)) == ((1, 20), (1, 2, 4, 8, 16))
+    assert later == (1, 4, 8, 16, 32, 48, 64, 128, 256)
+    assert choose_widths(EngineConfig(100, 400, 1, 20)) == ((1, 20), (1, 4, 8, 16))
     for budget in (1, 2):  # nothing would be gained
         assert choose_widths(EngineConfig(100, 400, 1, budget)).later is None
     assert choose_widths(EngineConfig(100, 400, 1, 1)) == ((1,), None)

@@ -104,49 +104,55 @@ def _walk_rows(
 def _walk_tiles(
     q, keys: Stored, values: Stored, plan: AttentionPlan, scoring: Scoring
 ) -> Float[Array, "T H W"]:
-    """Return the packed softmax of the sequences with more query rows, by token."""
+    """Return the packed softmax of the sequences with more query rows, by token.
+
+    One trip adds an item of each share. Past the end of its share it repeats the last, unseen.
+    """
     (num_tokens, num_heads, head_dim), (block_size, kv_heads) = q.shape, keys[0].shape[1:3]
     (tiles, items), size = plan.wide, plan.every.tiles.size
+    first, last = items.shares.first_item[:-1], items.shares.first_item[1:] - 1
     # By head, so that a tile is a slice. The last tile may end past the last token.
     queries = q.astype(sum_dtype(q)).swapaxes(0, 1) * -scoring.scale
     queries = jnp.pad(queries, ((0, 0), (0, size), (0, 0)))
     offsets = jnp.arange(items.blocks.shape[1] * block_size, dtype=jnp.int32)
 
-    def cut(x, tile):
-        rows = lax.dynamic_slice_in_dim(x, at(tiles.start, tile), size, 1)
+    def cut(x, start):
+        rows = lax.dynamic_slice_in_dim(x, start, size, 1, allow_negative_indices=False)
         return rows.reshape(kv_heads, -1, x.shape[2])
 
-    def step(i, is_over, sums):
-        tile, ids = at(items.tile, i), at(items.blocks, i)
-        k, v = (-by_head(read(stored, ids, queries.dtype)) for stored in (keys, values))
-        key_positions = jnp.where(is_over, NEVER, at(items.first_key, i) + offsets)
-        position = at(tiles.position, tile)
-        visible = is_visible((position + tiles.offsets)[:, None], key_positions[None], scoring)
-        num_rows = at(tiles.num_rows, tile)
-        in_reach = is_in_reach(position, num_rows, key_positions, scoring)
-        v, before = jnp.where(in_reach[:, None], v, 0), cut(sums, tile)
-        scores = dot("krd,kld->krl", cut(queries, tile), k)
-        visible = jnp.tile(visible, (num_heads // kv_heads, 1))
-        softmax, weights = add_scores(unpack_softmax(before), scores, visible, scoring)
-        softmax = add_values(softmax, pad_values(-dot("krl,kld->krd", weights, v)))
-        # Past the tile's rows lie those of the next one.
-        rows = pack_softmax(softmax).reshape(num_heads, size, -1)
-        rows = jnp.where(tiles.offsets[:, None] < num_rows, rows, before.reshape(rows.shape))
-        return lax.dynamic_update_slice_in_dim(sums, rows, at(tiles.start, tile), 1)
-
-    (first, first_tile), last = items.shares, items.shares.first_item[1:] - 1
-
     def trip(i, parts):
-        item = first[:-1] + i
-        is_over, item = item > last, jnp.minimum(item, last)
-        return [step(item[w], is_over[w], part) for w, part in enumerate(parts)]
+        item = jnp.minimum(first + i, last)
+        tile, ids = at(items.tile, item), at(items.blocks, item)
+        start, num_rows = at(tiles.start, tile), at(tiles.num_rows, tile)[:, None]
+        k, v = (-by_head(read(stored, ids, queries.dtype)) for stored in (keys, values))
+        key_positions = at(items.first_key, item)[:, None] + offsets
+        key_positions = jnp.where((first + i > last)[:, None], NEVER, key_positions)
+        position = at(tiles.position, tile)[:, None]
+        rows = (position + tiles.offsets)[..., None]
+        visible = is_visible(rows, key_positions[:, None], scoring)
+        visible = jnp.tile(visible, (1, num_heads // kv_heads, 1))[:, None]
+        in_reach = is_in_reach(position, num_rows, key_positions, scoring)
+        v = jnp.where(in_reach[:, None, :, None], v, 0)
+        query = jnp.stack([cut(queries, start[w]) for w in range(len(parts))])
+        before = jnp.stack([cut(part, start[w]) for w, part in enumerate(parts)])
+        scores = dot("wkrd,wkld->wkrl", query, k)
+        softmax, weights = add_scores(unpack_softmax(before), scores, visible, scoring)
+        softmax = add_values(softmax, pad_values(-dot("wkrl,wkld->wkrd", weights, v)))
+        # Past the tile's rows lie those of the next one.
+        is_own = (tiles.offsets < num_rows)[:, None, :, None]
+        by_row = (len(parts), num_heads, size, head_dim + 2)
+        rows = jnp.where(is_own, pack_softmax(softmax).reshape(by_row), before.reshape(by_row))
+        return [
+            lax.dynamic_update_slice_in_dim(part, rows[w], start[w], 1)
+            for w, part in enumerate(parts)
+        ]
 
     parts = [_start(queries, head_dim)] * last.shape[0]
-    parts = lax.fori_loop(0, (last - first[:-1] + 1).max(), trip, parts)
+    parts = lax.fori_loop(0, (last - first + 1).max(), trip, parts)
     sums, *others = [x.swapaxes(0, 1)[:num_tokens] for x in parts]
     tile = plan.wide_place.tile[:, None, None]
     for w, part in enumerate(others, 1):
-        sums = jnp.where(tile >= first_tile[w], part, sums)
+        sums = jnp.where(tile >= items.shares.first_tile[w], part, sums)
     return sums
 
 

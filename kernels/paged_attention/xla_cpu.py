@@ -125,10 +125,10 @@ def _walk_tiles(
         tile, ids = at(items.tile, item), at(items.blocks, item)
         start, num_rows = at(tiles.start, tile), at(tiles.num_rows, tile)[:, None]
         k, v = (-by_head(read(stored, ids, queries.dtype)) for stored in (keys, values))
-        key_positions = at(items.first_key, item)[:, None] + offsets
+        key_positions = at(items.first_key, item)[:, None] + offsets[None]
         key_positions = jnp.where((first + i > last)[:, None], NEVER, key_positions)
         position = at(tiles.position, tile)[:, None]
-        rows = (position + tiles.offsets)[..., None]
+        rows = (position + tiles.offsets[None])[..., None]
         visible = is_visible(rows, key_positions[:, None], scoring)
         visible = jnp.tile(visible, (1, num_heads // kv_heads, 1))[:, None]
         in_reach = is_in_reach(position, num_rows, key_positions, scoring)
@@ -139,7 +139,7 @@ def _walk_tiles(
         softmax, weights = add_scores(unpack_softmax(before), scores, visible, scoring)
         softmax = add_values(softmax, pad_values(-dot("wkrl,wkld->wkrd", weights, v)))
         # Past the tile's rows lie those of the next one.
-        is_own = (tiles.offsets < num_rows)[:, None, :, None]
+        is_own = (tiles.offsets[None] < num_rows)[:, None, :, None]
         by_row = (len(parts), num_heads, size, head_dim + 2)
         rows = jnp.where(is_own, pack_softmax(softmax).reshape(by_row), before.reshape(by_row))
         return [

@@ -19,8 +19,9 @@ from .tiles import QueryTiles
 GROUP_SIZE = 16
 ROW_CHUNK = 96
 
-# Tiles that one trip of a CPU loop serves, side by side. 512 tokens of 4 sequences took 3.2, 2.5,
-# 2.0, 1.8 ms a layer with 1, 2, 4, 8 tiles; 512 of 2 sequences 4.4, 3.6, 2.8, 3.4.
+# Tiles that one trip of a CPU loop serves. 512 tokens of 4 sequences took 3.2, 2.8, 2.3, 2.1 ms a
+# layer with 1, 2, 4, 8 tiles; 512 of 2 sequences 4.4, 4.0, 3.4, 3.6. Kernels of its own for each
+# tile: 2.5, 2.0, 1.8 with 2, 4, 8, but with 4 a ladder of widths took 81 CPU s to compile for 58.
 NUM_SHARES = 4
 
 

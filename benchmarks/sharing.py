@@ -108,18 +108,17 @@ def real_engine(model: tuple[Any, Any], blocks: int, places: int, **options: Any
 def serve_groups(engine: Engine, prompts: list, kind: str, width: int, new: int, at_once: int):
     """Serve all prompts, `at_once` at most; samples of 1 are requests of their own."""
     waiting = list(enumerate(prompts))
-    running: list[str] = []
+    running: dict[str, int] = {}  # outputs that each has to end
     begin = time.perf_counter()
     while waiting or running:
         while waiting and len(running) < at_once:
             i, prompt = waiting.pop(0)
-            running.append(engine.add_request(prompt, params_of(kind, width, new, i)))
+            running[engine.add_request(prompt, params_of(kind, width, new, i))] = width
         for request_id in engine.run(8):
             updates = engine.take(request_id)
-            if any(update.finish_reason for update in updates) and kind == "beams":
-                running.remove(request_id)
-            elif kind == "samples" and not engine.has_unfinished():
-                running = []
+            running[request_id] -= sum(update.finish_reason is not None for update in updates)
+            if running[request_id] == 0:
+                del running[request_id]
     return time.perf_counter() - begin
 
 

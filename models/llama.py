@@ -103,7 +103,7 @@ class Llama(nnx.Module):
     @property
     def dtype(self) -> str:
         """Return the dtype of the parameters."""
-        return self.embed[...].dtype.name
+        return self.embed.get_value().dtype.name
 
     def logits(self, hidden: Float[Array, "S d"]) -> Float32[Array, "S V"]:
         """Return the logits of hidden states, float32."""

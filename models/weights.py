@@ -1,9 +1,9 @@
-"""From a checkpoint's tensors to a `Llama`: one check and one assembly for every file format."""
+"""From a checkpoint's tensors to a `Llama`'s params: one check, one reading for every format."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,22 +56,17 @@ class TensorSource:
         return f"{self.templates[part.role].format(layer=part.layer)}.{part.kind}"
 
 
-def assemble(config: LlamaConfig, source: TensorSource) -> Llama:
-    """Make a model of the checkpoint's tensors, in `config.dtype`, without random values first.
-
-    Raises ModelLoadError where a tensor is missing, has another shape or is unexpected.
-    """
-    check_tensors(config, source)
-    model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
-    graphdef, abstract = nnx.split(model)
+def read_params(decoder: Llama, source: TensorSource) -> Any:
+    """Return the params of a decoder that has their shapes, made of the checkpoint's tensors."""
+    config = decoder.config
 
     def fill(item):
         path, leaf = item
         return path, leaf.replace(jax.device_put(_values(config, source, path), may_alias=False))
 
     with ThreadPoolExecutor(NUM_READERS) as readers:  # numpy works without the interpreter's lock
-        filled = list(readers.map(fill, nnx.to_flat_state(abstract)))
-    return nnx.merge(graphdef, nnx.from_flat_state(filled))
+        filled = list(readers.map(fill, nnx.to_flat_state(nnx.state(decoder))))
+    return nnx.from_flat_state(filled)
 
 
 def check_tensors(config: LlamaConfig, source: TensorSource) -> None:

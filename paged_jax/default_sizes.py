@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from paged_jax.arrays import ceil_div
 from paged_jax.checks import check_int
@@ -43,7 +44,7 @@ def choose_sizes(
     length = given("max_model_len", max_model_len, 2, decoder.max_model_len)
     num_groups = len(decoder.kv_groups)
     usable = 1 + running * num_groups * ceil_div(length, block_size)
-    fitting = _cache_bytes() // _block_bytes(decoder, block_size)
+    fitting = max(0, cache_bytes(decoder)) // _block_bytes(decoder, block_size)
     num_blocks = given("num_blocks", num_blocks, 2, max(2, min(usable, fitting)))
     if max_model_len is None:
         length = max(2, min(length, (num_blocks - 1) // num_groups * block_size))
@@ -95,8 +96,11 @@ def _block_bytes(decoder: Any, block_size: int) -> int:
     return max(1, 2 * layers * block_size * width)
 
 
-def _cache_bytes() -> int:
+def cache_bytes(decoder: Any) -> int:
+    """Return the bytes that the cache may take beside the decoder's params, loaded or not."""
     stats = jax.devices()[0].memory_stats()
     if jax.default_backend() == "cpu" or not stats or "bytes_limit" not in stats:
         return CPU_CACHE_BYTES
-    return int((stats["bytes_limit"] - stats["bytes_in_use"]) * GPU_CACHE_SHARE)
+    params = jax.tree.leaves(nnx.state(decoder))
+    to_load = sum(x.size * x.dtype.itemsize for x in params if isinstance(x, jax.ShapeDtypeStruct))
+    return int((stats["bytes_limit"] - stats["bytes_in_use"] - to_load) * GPU_CACHE_SHARE)

@@ -78,9 +78,10 @@ class LLM:
         seed: int = 0,
     ):
         use_compile_cache()
-        decoder, self.tokenizer, self._generation_settings = read_parts(model, tokenizer, dtype)
+        parts = read_parts(model, tokenizer, dtype)
+        self.tokenizer, self._generation_settings = parts.tokenizer, parts.settings
         config = choose_sizes(
-            decoder,
+            parts.decoder,
             block_size=block_size,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
@@ -91,7 +92,12 @@ class LLM:
         )
         first, later = choose_widths(config) if widths is None else (widths, None)
         self.engine = Engine(
-            *nnx.split(decoder), config, widths=first, later_widths=later, seed=seed
+            *nnx.split(parts.decoder),
+            config,
+            widths=first,
+            later_widths=later,
+            load=parts.load,
+            seed=seed,
         )
 
     @answers_unknown_options

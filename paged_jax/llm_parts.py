@@ -1,23 +1,39 @@
 """What `LLM` works with: a decoder, a tokenizer, and how the model's authors sample from it."""
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from flax import nnx
 
 from paged_jax.checks import show
 from paged_jax.errors import ConfigError
-from paged_jax.models import Decoder, Tokenizer, load_model
+from paged_jax.models import Decoder, Tokenizer
 from paged_jax.models.generation_settings import read_generation_settings
+from paged_jax.models.load import open_model
 
 DECODER_NEEDS = (*Decoder.__annotations__, "logits", "__call__")
 TOKENIZER_NEEDS = ("encode", "apply_chat_template", "shown", "ids_to_bytes")
 
 
-def read_parts(
-    model: Any, tokenizer: Any, dtype: Any
-) -> tuple[Any, Tokenizer | None, dict[str, Any]]:
-    """Return a decoder, its tokenizer or None, and the settings of its generation config.
+class Parts(NamedTuple):
+    """The parts of an `LLM`.
+
+    Attributes:
+        decoder: a module. Where there is `load`, it has shapes for params.
+        load: returns the params; None where the decoder has them.
+        tokenizer: None where there is none.
+        settings: of the model's generation config.
+    """
+
+    decoder: Any
+    load: Callable[[], Any] | None
+    tokenizer: Tokenizer | None
+    settings: dict[str, Any]
+
+
+def read_parts(model: Any, tokenizer: Any, dtype: Any) -> Parts:
+    """Return the parts, of a checkpoint without the params' values.
 
     A model that is no path or name is the decoder itself, and has no such settings. A tokenizer
     that is given is taken instead of the checkpoint's, which is then not read.
@@ -26,14 +42,15 @@ def read_parts(
     """
     _check_tokenizer(tokenizer)
     if isinstance(model, str | os.PathLike):
-        decoder, tokenizer = load_model(model, dtype, tokenizer=tokenizer)
-        return decoder, tokenizer, read_generation_settings(model)
+        opened = open_model(model, dtype, tokenizer=tokenizer)
+        settings = read_generation_settings(model)
+        return Parts(opened.decoder, opened.read_params, opened.tokenizer, settings)
     _check_decoder(model)
     if not isinstance(dtype, str) or dtype != "auto":
         raise ConfigError(
             f"dtype={show(dtype)}: a module keeps the dtype of its params; leave it at 'auto'"
         )
-    return model, tokenizer, {}
+    return Parts(model, None, tokenizer, {})
 
 
 def _check_decoder(model: Any) -> None:

@@ -1,6 +1,7 @@
 """What `LLM` is given: models, tokenizers, dtypes, and how a model's authors sample from it."""
 
 import json
+import threading
 import warnings
 
 import jax
@@ -11,9 +12,12 @@ from flax import nnx
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
+from compilations import compilations
 from paged_jax import LLM, ConfigError, InvalidRequestError, SamplingParams
+from paged_jax.default_sizes import cache_bytes
 from paged_jax.generation_defaults import sampling_params
-from paged_jax.models import Tokenizer
+from paged_jax.llm_parts import read_parts
+from paged_jax.models import ModelLoadError, Tokenizer, load_model
 from small_checkpoint import llama
 from toy_decoder import ToyDecoder
 
@@ -116,3 +120,42 @@ def test_a_model_has_its_default_parameters_and_a_module_ours(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(ADVISED))
     assert LLM(tmp_path, **SIZES).default_sampling_params() == SamplingParams(**ADVISED)
     assert LLM(MODEL, **SIZES).default_sampling_params() == SamplingParams()
+
+
+def test_params_are_loaded_while_the_program_is_compiled(tmp_path):
+    parts = read_parts(llama(tmp_path), None, "auto")
+    shapes = {type(x) for x in jax.tree.leaves(nnx.state(parts.decoder))}
+    assert shapes == {jax.ShapeDtypeStruct}
+    llm = LLM(tmp_path, **SIZES)
+    whole = LLM(load_model(tmp_path)[0], **SIZES)
+    with compilations() as during:
+        expected = llm.generate([[1, 2, 3]], progress=False)
+    assert not any("_run" in message for message in during), during
+    assert [o.outputs[0].token_ids for o in expected] == [
+        o.outputs[0].token_ids for o in whole.generate([[1, 2, 3]], progress=False)
+    ]
+
+
+def test_what_loading_raises_is_raised_and_leaves_no_thread(monkeypatch, tmp_path):
+    def fail(self):
+        raise ModelLoadError("tensor 'a': ends too early")
+
+    monkeypatch.setattr("paged_jax.models.load.OpenModel.read_params", fail)
+    before = threading.active_count()
+    with pytest.raises(ModelLoadError, match="tensor 'a'"):
+        LLM(llama(tmp_path), **SIZES)
+    assert threading.active_count() == before
+
+
+def test_the_cache_of_a_gpu_leaves_room_for_params_that_are_not_loaded_yet(tmp_path, monkeypatch):
+    class Device:
+        def memory_stats(self):
+            return {"bytes_limit": 10**6, "bytes_in_use": 0}
+
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    monkeypatch.setattr("jax.devices", lambda: [Device()])
+    opened = read_parts(llama(tmp_path), None, "auto").decoder
+    loaded, _ = load_model(tmp_path)
+    size = sum(x.nbytes for x in jax.tree.leaves(nnx.state(loaded)))
+    assert cache_bytes(loaded) == int(10**6 * 0.85)
+    assert cache_bytes(opened) == int((10**6 - size) * 0.85)

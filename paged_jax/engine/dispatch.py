@@ -1,6 +1,7 @@
 """The programs that an engine dispatches, and the updates in what they report."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -54,6 +55,22 @@ def compile_programs(graphdef: Any, widths: tuple[int, ...]) -> Programs:
         add=jax.jit(_add, donate_argnums=0),
         set_roots=jax.jit(_set_roots, donate_argnums=0),
     )
+
+
+def shapes_of(args: Any) -> Any:
+    """Return the shape and dtype of each array of a pytree: enough to compile for it."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+
+
+def compile_while(load: Callable[[], Any], run: Callable, *args: Any) -> Any:
+    """Compile `run` for arguments of such shapes while another thread loads; return what it loads.
+
+    Calls of `run` find what was compiled. A start takes as long as the slower of the two.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        loaded = thread.submit(load)
+        run.lower(*shapes_of(args)).compile()
+        return loaded.result()
 
 
 def _run(

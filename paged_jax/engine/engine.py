@@ -33,6 +33,7 @@ from paged_jax.engine.dispatch import (
     Programs,
     check_like,
     compile_programs,
+    compile_while,
     read_updates,
     rows_with,
 )
@@ -66,6 +67,8 @@ class Engine(Intake):
 
     Args:
         graphdef, params: of a decoder, from `nnx.split(model)`.
+        load: returns the params, where `params` are their shapes. It is called in another thread
+            while the program for the steps is compiled in this one.
         widths: token counts that a step is compiled for, see `config.token_widths`.
         later_widths: of a second program, compiled in another process while the first one serves.
             It takes over once it is ready (`engine.later`).
@@ -82,6 +85,7 @@ class Engine(Intake):
         *,
         widths: tuple[int, ...] | None = None,
         later_widths: tuple[int, ...] | None = None,
+        load: Callable[[], Any] | None = None,
         seed: int = 0,
     ):
         if not isinstance(graphdef, nnx.GraphDef) or not isinstance(config, EngineConfig):
@@ -97,7 +101,6 @@ class Engine(Intake):
                 f"{model.max_model_len} at most"
             )
         super().__init__(init_state(config, model), model, seed)
-        self.params = params
         self.widths = token_widths(config, widths)
         self.counters: Counters | None = None  # as of the last report
         self._graphdef = graphdef
@@ -107,6 +110,8 @@ class Engine(Intake):
         self._flying: deque[Dispatch] = deque()  # on their way, not collected yet
         self._roots = Roots()
         self._lost_in: str | None = None  # the call in which the state was lost
+        run, args = self._programs.run, (self.state, *_run_args(self.config, 0, []))
+        self.params = params if load is None else compile_while(load, run, params, *args)
 
     # ---------------------------------------------------------------- params and cached contents
 
@@ -302,10 +307,9 @@ class Engine(Intake):
         self._lost_in = None
 
     def _start(self, max_steps: int) -> None:
-        is_aborted = np.zeros(self.config.num_rows, bool)
-        is_aborted[registry.aborted_rows(self._requests)] = True
         outputs = dict(self._requests.rows)
-        steps, is_aborted = jax.device_put((np.int32(max_steps), is_aborted))
+        aborted = registry.aborted_rows(self._requests)
+        steps, is_aborted = jax.device_put(_run_args(self.config, max_steps, aborted))
 
         def keep(result: tuple[EngineState, Report]) -> None:
             self.state, report = result
@@ -348,6 +352,15 @@ class Engine(Intake):
         if registry.aborted_rows(self._requests) and not self._has_unfinished():
             self._start(0)
             self._collect_all()
+
+
+def _run_args(
+    config: EngineConfig, max_steps: int, aborted: list[int]
+) -> tuple[np.int32, np.ndarray]:
+    """Return what a dispatch is told: how many steps at most, and which rows are aborted."""
+    is_aborted = np.zeros(config.num_rows, bool)
+    is_aborted[aborted] = True
+    return np.int32(max_steps), is_aborted
 
 
 def _shardings(params: Any) -> list[Any]:

@@ -27,7 +27,7 @@ except ImportError:  # Windows
 import jax
 from flax import nnx
 
-from paged_jax.engine.dispatch import compile_programs
+from paged_jax.engine.dispatch import compile_programs, shapes_of
 
 NICE = 10  # priority of the other process: it compiles in what the one that serves leaves
 LOCK = "paged-jax-later.lock"  # in the cache folder
@@ -57,8 +57,7 @@ class Successor:
     def prepare(self, *args: Any) -> None:
         """Begin to compile it for arguments of such shapes, if that was not begun."""
         if self._widths is not None and self._compilation is None:
-            shapes = jax.tree.map(_shape, args)
-            self._compilation = Compilation(self._graphdef, self._widths, shapes)
+            self._compilation = Compilation(self._graphdef, self._widths, shapes_of(args))
 
     def forget(self) -> None:
         """Forget what was compiled: the next arguments have other shapes."""
@@ -156,7 +155,3 @@ def _settings() -> dict[str, Any]:
     """Return JAX's settings as far as they are plain values: they are part of what is compiled."""
     plain = (bool, int, float, str, type(None))
     return {name: value for name, value in jax.config.values.items() if isinstance(value, plain)}
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)

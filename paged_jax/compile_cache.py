@@ -52,10 +52,10 @@ def default_folder() -> Path:
     """
     home = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
-    return base / "paged-jax" / f"{platform.machine() or 'any'}-{_processor()}"
+    return base / "paged-jax" / f"{platform.machine() or 'any'}-{processor_name()}"
 
 
-def _processor() -> str:
+def processor_name() -> str:
     """Return a short name for the processor's set of instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -46,6 +46,21 @@ def two_widths(monkeypatch):
     monkeypatch.setattr(choose, lambda config: Widths(token_widths(config), None))
 
 
+@pytest.fixture
+def cache_folder(tmp_path):
+    """Let JAX keep all that it compiles in a folder."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    compilation_cache.reset_cache()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def few_programs():
     """Let go of compiled programs when there are many.

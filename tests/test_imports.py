@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BASE = ("errors", "unknown_options", "checks", "arrays", "kv_group", "config")
+BASE += ("compile_cache", "code_digest")
 LAYERS = ("cache", "sampling", "scheduling", "engine")
 OWN = [*(ROOT / "paged_jax").glob("*.py"), *(ROOT / "models").glob("*.py")]
 OWN += [path for layer in LAYERS for path in (ROOT / "paged_jax" / layer).glob("*.py")]

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from compilations import compilations
-from paged_jax import LLM, ConfigError, InvalidRequestError, SamplingParams
+from paged_jax import LLM, ConfigError, EngineConfig, InvalidRequestError, SamplingParams
 from paged_jax.default_sizes import cache_bytes
+from paged_jax.engine.step import init_state
 from paged_jax.generation_defaults import sampling_params
 from paged_jax.llm_parts import read_parts
 from paged_jax.models import ModelLoadError, Tokenizer, load_model
@@ -58,9 +59,11 @@ def test_a_given_tokenizer_stands_for_one_that_cannot_be_read(tmp_path):
 @pytest.mark.parametrize("dtype", ["float16", jnp.float16, np.dtype("float16"), "auto"], ids=repr)
 def test_a_checkpoint_of_float16_stays_one_and_so_do_its_pages(dtype, tmp_path):
     llama(tmp_path, lambda arrays: {name: x.astype(np.float16) for name, x in arrays.items()})
-    llm = LLM(tmp_path, dtype=dtype, **SIZES)
-    assert {x.dtype for x in jax.tree.leaves(llm.engine.params)} == {jnp.dtype("float16")}
-    assert {x.dtype for x in jax.tree.leaves(llm.engine.state.cache.kv)} == {jnp.dtype("float16")}
+    parts = read_parts(tmp_path, None, dtype)
+    assert parts.decoder.dtype == "float16"
+    assert {x.dtype for x in jax.tree.leaves(parts.load())} == {jnp.dtype("float16")}
+    state = init_state(EngineConfig(30, 40, 4, 16), parts.decoder)
+    assert {x.dtype for x in jax.tree.leaves(state.cache.kv)} == {jnp.dtype("float16")}
 
 
 @pytest.mark.parametrize("template", ["{{ 1 + 'a' }}", "{{ x.y }}", "{% if %}", "{{ 1 // 0 }}"])

@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
+from . import xla, xla_cpu  # noqa: F401  of plain JAX; a trace would import them
+
 # Devices by `device_kind`: a program may be compiled for a device that is not there to be asked.
 HOPPER = ("H100", "H200", "GH200", "H800", "H20")
 BEFORE_AMPERE = (

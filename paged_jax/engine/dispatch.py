@@ -1,7 +1,6 @@
 """The programs that an engine dispatches, and the updates in what they report."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -60,17 +59,6 @@ def compile_programs(graphdef: Any, widths: tuple[int, ...]) -> Programs:
 def shapes_of(args: Any) -> Any:
     """Return the shape and dtype of each array of a pytree: enough to compile for it."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-
-
-def compile_while(load: Callable[[], Any], run: Callable, *args: Any) -> Any:
-    """Compile `run` for arguments of such shapes while another thread loads; return what it loads.
-
-    Calls of `run` find what was compiled. A start takes as long as the slower of the two.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        loaded = thread.submit(load)
-        run.lower(*shapes_of(args)).compile()
-        return loaded.result()
 
 
 def _run(

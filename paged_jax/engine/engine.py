@@ -33,7 +33,6 @@ from paged_jax.engine.dispatch import (
     Programs,
     check_like,
     compile_programs,
-    compile_while,
     read_updates,
     rows_with,
 )
@@ -43,6 +42,7 @@ from paged_jax.engine.later import Successor
 from paged_jax.engine.report import STEPS_PER_DISPATCH, Report, Update
 from paged_jax.engine.requests import Output, Request, to_beams, to_rows
 from paged_jax.engine.roots import Roots, find_root, with_new_roots
+from paged_jax.engine.start import run_args, start
 from paged_jax.engine.step import EngineState, init_state
 from paged_jax.errors import (
     ConfigError,
@@ -100,18 +100,21 @@ class Engine(Intake):
                 f"max_model_len={config.max_model_len}: the model was made for "
                 f"{model.max_model_len} at most"
             )
-        super().__init__(init_state(config, model), model, seed)
         self.widths = token_widths(config, widths)
-        self.counters: Counters | None = None  # as of the last report
-        self._graphdef = graphdef
         self._programs: Programs = compile_programs(graphdef, self.widths)
         later = None if later_widths is None else token_widths(config, later_widths)
         self._successor = Successor(graphdef, later)  # of the program that runs
+        if load is None:
+            self.params, state = params, init_state(config, model)
+        else:
+            started = start(load, config, graphdef, params, self.widths, self._programs.run)
+            self.params, state, self._successor.first = started
+        super().__init__(state, model, seed)
+        self.counters: Counters | None = None  # as of the last report
+        self._graphdef = graphdef
         self._flying: deque[Dispatch] = deque()  # on their way, not collected yet
         self._roots = Roots()
         self._lost_in: str | None = None  # the call in which the state was lost
-        run, args = self._programs.run, (self.state, *_run_args(self.config, 0, []))
-        self.params = params if load is None else compile_while(load, run, params, *args)
 
     # ---------------------------------------------------------------- params and cached contents
 
@@ -309,7 +312,7 @@ class Engine(Intake):
     def _start(self, max_steps: int) -> None:
         outputs = dict(self._requests.rows)
         aborted = registry.aborted_rows(self._requests)
-        steps, is_aborted = jax.device_put(_run_args(self.config, max_steps, aborted))
+        steps, is_aborted = jax.device_put(run_args(self.config, max_steps, aborted))
 
         def keep(result: tuple[EngineState, Report]) -> None:
             self.state, report = result
@@ -352,15 +355,6 @@ class Engine(Intake):
         if registry.aborted_rows(self._requests) and not self._has_unfinished():
             self._start(0)
             self._collect_all()
-
-
-def _run_args(
-    config: EngineConfig, max_steps: int, aborted: list[int]
-) -> tuple[np.int32, np.ndarray]:
-    """Return what a dispatch is told: how many steps at most, and which rows are aborted."""
-    is_aborted = np.zeros(config.num_rows, bool)
-    is_aborted[aborted] = True
-    return np.int32(max_steps), is_aborted
 
 
 def _shardings(params: Any) -> list[Any]:

@@ -3,6 +3,8 @@
     this process    serves with the first program ....................  reads what was compiled
     another one     traces and compiles the successor, at low priority, into JAX's cache folder
 
+Where an earlier start left it there, no other process is needed.
+
 A thread would do the same, but it would hold Python's lock while it traces, and a process that ends
 while a thread of it compiles may crash. So there must be a cache folder (`compile_cache`), and the
 decoder's class must be importable. Where something is not as it must be, the first program goes on
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 try:
     import fcntl
@@ -27,41 +29,40 @@ except ImportError:  # Windows
 import jax
 from flax import nnx
 
+from paged_jax.engine import stored_programs
 from paged_jax.engine.dispatch import compile_programs, shapes_of
+from paged_jax.engine.stored_programs import Spec
 
 NICE = 10  # priority of the other process: it compiles in what the one that serves leaves
 LOCK = "paged-jax-later.lock"  # in the cache folder
 
 
-class Spec(NamedTuple):
-    """All that the other process needs: what is compiled, and JAX's settings here."""
-
-    graphdef: nnx.GraphDef
-    widths: tuple[int, ...]
-    shapes: tuple[Any, ...]
-    settings: dict[str, Any]
-
-
 class Successor:
-    """What takes over from an engine's program: the same, of other widths. None without widths."""
+    """What takes over from an engine's program: the same, of other widths. None without widths.
+
+    Attributes:
+        first: serves until then, if it is there: the engine's program, compiled ahead.
+    """
 
     def __init__(self, graphdef: nnx.GraphDef, widths: tuple[int, ...] | None):
+        self.first: Callable | None = None
         self._graphdef, self._widths = graphdef, widths
         self._compilation: Compilation | None = None
 
-    def pick(self, first: Callable) -> Callable:
-        """Return the successor if it is ready, else `first`."""
+    def pick(self, run: Callable) -> Callable:
+        """Return the successor if it is ready, else what was compiled ahead, else `run`."""
         ready = None if self._compilation is None else self._compilation.program
-        return first if ready is None else ready
+        return ready or self.first or run
 
     def prepare(self, *args: Any) -> None:
         """Begin to compile it for arguments of such shapes, if that was not begun."""
         if self._widths is not None and self._compilation is None:
-            self._compilation = Compilation(self._graphdef, self._widths, shapes_of(args))
+            spec = Spec(self._graphdef, self._widths, shapes_of(args), stored_programs.settings())
+            self._compilation = Compilation(spec)
 
     def forget(self) -> None:
         """Forget what was compiled: the next arguments have other shapes."""
-        self._compilation = None
+        self.first = self._compilation = None
 
     def wait(self) -> str | None:
         """Wait until what was begun has ended; returns why there is no successor, None if one."""
@@ -80,24 +81,38 @@ class Compilation:
         thread: waits for the other process, then reads what that has compiled.
     """
 
-    def __init__(self, graphdef: nnx.GraphDef, widths: tuple[int, ...], shapes: tuple[Any, ...]):
+    def __init__(self, spec: Spec):
         self.program: Callable | None = None
         self.problem: str | None = None
-        args = (graphdef, widths, shapes)
-        self.thread = threading.Thread(target=self._compile, args=args, daemon=True)
+        self.thread = threading.Thread(target=self._compile, args=(spec,), daemon=True)
         self.thread.start()
 
-    def _compile(self, graphdef, widths, shapes) -> None:
+    def _compile(self, spec: Spec) -> None:
         try:
-            self.problem = compile_elsewhere(Spec(graphdef, widths, shapes, _settings()))
-            if self.problem is None:
-                # A process must not end in the middle of this, which takes a second or two.
-                atexit.register(self.thread.join)
-                program = compile_programs(graphdef, widths).run
-                self.program = program.lower(*shapes).compile()
-                atexit.unregister(self.thread.join)
+            self.program = self._read(stored_programs.load, spec)
+            if self.program is None:
+                self.problem = compile_elsewhere(spec)
+                if self.problem is None:
+                    self.program = self._read(read_or_compile, spec)
         except Exception as error:
             self.problem = f"{type(error).__name__}: {error}"
+
+    def _read(self, how: Callable, spec: Spec) -> Callable | None:
+        """Read what was compiled. A process must not end in the middle of that."""
+        atexit.register(self.thread.join)
+        try:
+            return how(spec)
+        finally:
+            atexit.unregister(self.thread.join)
+
+
+def read_or_compile(spec: Spec) -> jax.stages.Compiled:
+    """Return the program of a spec: one that is stored, or that JAX has in its cache."""
+    program = stored_programs.load(spec)
+    if program is None:
+        run = compile_programs(spec.graphdef, spec.widths).run
+        program = stored_programs.compile_and_save(spec, run)
+    return program
 
 
 def compile_elsewhere(spec: Spec) -> str | None:
@@ -129,7 +144,7 @@ def serve_spec() -> None:
     for name, value in spec.settings.items():
         jax.config.update(name, value)
     if wait_for_turn(jax.config.jax_compilation_cache_dir, parent):
-        compile_programs(spec.graphdef, spec.widths).run.lower(*spec.shapes).compile()
+        read_or_compile(spec)
 
 
 def wait_for_turn(folder: str, parent: int) -> bool:
@@ -149,9 +164,3 @@ def wait_for_turn(folder: str, parent: int) -> bool:
     except OSError:
         return True  # a folder elsewhere
     return os.getppid() == parent
-
-
-def _settings() -> dict[str, Any]:
-    """Return JAX's settings as far as they are plain values: they are part of what is compiled."""
-    plain = (bool, int, float, str, type(None))
-    return {name: value for name, value in jax.config.values.items() if isinstance(value, plain)}

@@ -7,26 +7,15 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 
 from paged_jax import BeamSearchParams, Engine, EngineConfig, SamplingParams
 from paged_jax.default_sizes import choose_widths
-from paged_jax.engine.later import LOCK, Spec, compile_elsewhere, wait_for_turn
+from paged_jax.engine.later import LOCK, compile_elsewhere, wait_for_turn
+from paged_jax.engine.stored_programs import Spec
 from toy_decoder import ToyDecoder
 
 SIZES = dict(num_blocks=30, max_model_len=40, max_num_seqs=4, max_num_batched_tokens=9)
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], [9]]
-
-
-@pytest.fixture
-def cache_folder(tmp_path):
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    compilation_cache.reset_cache()
-    yield tmp_path
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-    compilation_cache.reset_cache()
 
 
 def make_engine(model=None, **options):

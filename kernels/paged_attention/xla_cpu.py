@@ -110,7 +110,8 @@ def _walk_tiles(
     """
     (num_tokens, num_heads, head_dim), (block_size, kv_heads) = q.shape, keys[0].shape[1:3]
     (tiles, items), size = plan.wide, plan.every.tiles.size
-    first, last = items.shares.first_item[:-1], items.shares.first_item[1:] - 1
+    first, end = items.shares.first_item[:-1], items.shares.first_item[1:]
+    last = jnp.maximum(end - 1, 0)  # the first shares may be empty
     # By head, so that a tile is a slice. The last tile may end past the last token.
     queries = q.astype(sum_dtype(q)).swapaxes(0, 1) * -scoring.scale
     queries = jnp.pad(queries, ((0, 0), (0, size), (0, 0)))
@@ -126,7 +127,7 @@ def _walk_tiles(
         start, num_rows = at(tiles.start, tile), at(tiles.num_rows, tile)[:, None]
         k, v = (-by_head(read(stored, ids, queries.dtype)) for stored in (keys, values))
         key_positions = at(items.first_key, item)[:, None] + offsets[None]
-        key_positions = jnp.where((first + i > last)[:, None], NEVER, key_positions)
+        key_positions = jnp.where((first + i >= end)[:, None], NEVER, key_positions)
         position = at(tiles.position, tile)[:, None]
         rows = (position + tiles.offsets[None])[..., None]
         visible = is_visible(rows, key_positions[:, None], scoring)
@@ -148,7 +149,7 @@ def _walk_tiles(
         ]
 
     parts = [_start(queries, head_dim)] * last.shape[0]
-    parts = lax.fori_loop(0, (last - first + 1).max(), trip, parts)
+    parts = lax.fori_loop(0, (end - first).max(), trip, parts)
     sums, *others = [x.swapaxes(0, 1)[:num_tokens] for x in parts]
     tile = plan.wide_place.tile[:, None, None]
     for w, part in enumerate(others, 1):

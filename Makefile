@@ -79,8 +79,9 @@ format: $(READY)
 	$(RUN) -m ruff check --fix .
 
 # Half an hour on two cores with nothing beside it; writes benchmarks/README.md. What `peers.py make` has not made is left out.
+# Without --quick, which README's tables are of, it takes an hour and a half.
 bench: $(READY)
-	$(RUN) benchmarks/report.py
+	$(RUN) benchmarks/report.py --quick
 
 clean:
 	rm -rf .venv .venv-oldest .venv-cuda build dist *.egg-info

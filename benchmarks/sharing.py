@@ -61,7 +61,8 @@ def drain(engine: Engine, stride: int = 1) -> tuple[float, int, float]:
     logical = physical = most = 0
     begin = time.perf_counter()
     while engine.has_unfinished():
-        engine.run(stride)
+        for request_id in engine.run(stride):
+            engine.take(request_id)
         pool = engine.state.cache.pool
         used = pool.num_blocks - 1 - int(pool.num_free)
         logical += int(jnp.sum(engine.state.cache.tables.num_blocks))

@@ -1,13 +1,14 @@
 """A digest of this package's code as it is loaded in this process.
 
-What is compiled of it may be kept under such a digest: an edited file has another one, and so has a
-function or a constant that someone has put in place of ours.
+What is compiled of it may be kept under such a digest: a module of an edited file has another one,
+and so has a function or a constant that someone has put in place of ours.
 """
 
 import functools
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -20,8 +21,11 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), np.generi
 def code_digest() -> str:
     """Return the digest of all modules of the package, in hexadecimal digits."""
     digest, known = hashlib.sha256(), {}
-    for name in sorted(name for name in sys.modules if name.partition(".")[0] == PACKAGE):
-        for part in _members(name, vars(sys.modules[name]), known):
+    modules = dict(sys.modules)  # another thread may import meanwhile
+    for name in sorted(name for name in modules if name.partition(".")[0] == PACKAGE):
+        file = Path(getattr(modules[name], "__file__", None) or "")
+        digest.update(file.read_bytes() if file.is_file() else b"")
+        for part in _members(name, dict(vars(modules[name])), known):
             digest.update(part.encode(errors="surrogatepass"))
     return digest.hexdigest()
 
@@ -58,7 +62,7 @@ def _parts(value: Any, known: dict[int, tuple[Any, str]]) -> Iterator[str]:
         yield value.co_code.hex()
         yield from _several((value.co_names, value.co_varnames, *value.co_consts), known)
     elif isinstance(value, type):
-        yield value.__qualname__
+        yield f"{value.__qualname__} of {value.__bases__}"
         if value.__module__.partition(".")[0] == PACKAGE:
             yield from _members(value.__qualname__, vars(value), known)
     elif isinstance(value, functools.partial):

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Int
 
 from paged_jax.cache import prefix_directory
 from paged_jax.checks import show
+from paged_jax.config import EngineConfig
 from paged_jax.engine.report import STEPS_PER_DISPATCH, Report, Update, make_report
 from paged_jax.engine.requests import Output, Request
 from paged_jax.engine.step import EngineState, run
@@ -54,6 +55,15 @@ def compile_programs(graphdef: Any, widths: tuple[int, ...]) -> Programs:
         add=jax.jit(_add, donate_argnums=0),
         set_roots=jax.jit(_set_roots, donate_argnums=0),
     )
+
+
+def run_args(
+    config: EngineConfig, max_steps: int, aborted: list[int]
+) -> tuple[np.int32, np.ndarray]:
+    """Return what a dispatch is told: how many steps at most, and which rows are aborted."""
+    is_aborted = np.zeros(config.num_rows, bool)
+    is_aborted[aborted] = True
+    return np.int32(max_steps), is_aborted
 
 
 def shapes_of(args: Any) -> Any:

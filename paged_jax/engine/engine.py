@@ -35,6 +35,7 @@ from paged_jax.engine.dispatch import (
     compile_programs,
     read_updates,
     rows_with,
+    run_args,
 )
 from paged_jax.engine.exclusive import exclusive
 from paged_jax.engine.intake import Intake
@@ -42,7 +43,7 @@ from paged_jax.engine.later import Successor
 from paged_jax.engine.report import STEPS_PER_DISPATCH, Report, Update
 from paged_jax.engine.requests import Output, Request, to_beams, to_rows
 from paged_jax.engine.roots import Roots, find_root, with_new_roots
-from paged_jax.engine.start import run_args, start
+from paged_jax.engine.start import start
 from paged_jax.engine.step import EngineState, init_state
 from paged_jax.errors import (
     ConfigError,
@@ -319,8 +320,8 @@ class Engine(Intake):
             self._flying.append(Dispatch(report, outputs, max_steps))
 
         def program() -> tuple[EngineState, Report]:
-            run = self._successor.pick(self._programs.run)
-            return run(self.params, self.state, steps, is_aborted)
+            args = self.params, self.state, steps, is_aborted
+            return self._successor.call(self._programs.run, *args)
 
         self._donate("dispatch", program, keep)
         self._successor.prepare(self.params, self.state, steps, is_aborted)

@@ -36,6 +36,10 @@ from paged_jax.engine.stored_programs import Spec
 NICE = 10  # priority of the other process: it compiles in what the one that serves leaves
 LOCK = "paged-jax-later.lock"  # in the cache folder
 
+# Seconds of serving before a large program is read, which takes up to half a minute of a core. A
+# process does not end in the middle of that, and a short script should not wait for it.
+PATIENCE = 10
+
 
 class Successor:
     """What takes over from an engine's program: the same, of other widths. None without widths.
@@ -54,20 +58,38 @@ class Successor:
         ready = None if self._compilation is None else self._compilation.program
         return ready or self.first or run
 
+    def call(self, run: Callable, *args: Any) -> Any:
+        """Call what `pick` returns; `run` where that was compiled for arguments of other places."""
+        ahead = self.pick(run)
+        if ahead is run:
+            return run(*args)
+        try:
+            return ahead(*args)
+        except (TypeError, ValueError):  # before anything was donated
+            self.first = self._compilation = self._widths = None
+            return run(*args)
+
     def prepare(self, *args: Any) -> None:
-        """Begin to compile it for arguments of such shapes, if that was not begun."""
+        """Begin to compile it for arguments of such shapes, if that was not begun.
+
+        Nothing is begun where an argument is not on the first device alone.
+        """
         if self._widths is not None and self._compilation is None:
+            if any(_is_elsewhere(x) for x in jax.tree.leaves(args)):
+                self._widths = None
+                return
             spec = Spec(self._graphdef, self._widths, shapes_of(args), stored_programs.settings())
             self._compilation = Compilation(spec)
 
     def forget(self) -> None:
-        """Forget what was compiled: the next arguments have other shapes."""
+        """Forget what was compiled: the next arguments may have other shapes."""
         self.first = self._compilation = None
 
     def wait(self) -> str | None:
         """Wait until what was begun has ended; returns why there is no successor, None if one."""
         if self._compilation is None:
             return "nothing was begun"
+        self._compilation.is_wanted.set()
         self._compilation.thread.join()
         return self._compilation.problem
 
@@ -79,17 +101,21 @@ class Compilation:
         program: what was compiled, once it is ready.
         problem: why it could not be.
         thread: waits for the other process, then reads what that has compiled.
+        is_wanted: whether someone waits for it.
     """
 
     def __init__(self, spec: Spec):
         self.program: Callable | None = None
         self.problem: str | None = None
+        self.is_wanted = threading.Event()
         self.thread = threading.Thread(target=self._compile, args=(spec,), daemon=True)
         self.thread.start()
 
     def _compile(self, spec: Spec) -> None:
         try:
-            self.program = self._read(stored_programs.load, spec)
+            if stored_programs.is_stored(spec):
+                self.is_wanted.wait(PATIENCE)
+                self.program = self._read(stored_programs.load, spec)
             if self.program is None:
                 self.problem = compile_elsewhere(spec)
                 if self.problem is None:
@@ -144,7 +170,10 @@ def serve_spec() -> None:
     for name, value in spec.settings.items():
         jax.config.update(name, value)
     if wait_for_turn(jax.config.jax_compilation_cache_dir, parent):
-        read_or_compile(spec)
+        if stored_programs.can_store(spec):  # what is read from JAX's cache could not be
+            jax.config.update("jax_enable_compilation_cache", False)
+        program = compile_programs(spec.graphdef, spec.widths).run.lower(*spec.shapes).compile()
+        stored_programs.save(spec, program)
 
 
 def wait_for_turn(folder: str, parent: int) -> bool:
@@ -164,3 +193,8 @@ def wait_for_turn(folder: str, parent: int) -> bool:
     except OSError:
         return True  # a folder elsewhere
     return os.getppid() == parent
+
+
+def _is_elsewhere(x: Any) -> bool:
+    """Return whether an array is not on the first device alone."""
+    return isinstance(x, jax.Array) and x.devices() != {jax.devices()[0]}

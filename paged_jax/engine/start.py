@@ -10,12 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from flax import nnx
 
 from paged_jax.config import EngineConfig
 from paged_jax.engine import stored_programs
-from paged_jax.engine.dispatch import shapes_of
+from paged_jax.engine.dispatch import run_args, shapes_of
 from paged_jax.engine.step import EngineState, init_state
 from paged_jax.engine.stored_programs import Spec
 
@@ -49,15 +48,8 @@ def start(
         stored = threads.submit(stored_programs.load, spec)
         state = init_state(config, model)
         program = stored.result()
+        if loaded.done():
+            loaded.result()  # raises before something is compiled in vain
         if program is None:
             program = stored_programs.compile_and_save(spec, run)
         return Started(loaded.result(), state, program)
-
-
-def run_args(
-    config: EngineConfig, max_steps: int, aborted: list[int]
-) -> tuple[np.int32, np.ndarray]:
-    """Return what a dispatch is told: how many steps at most, and which rows are aborted."""
-    is_aborted = np.zeros(config.num_rows, bool)
-    is_aborted[aborted] = True
-    return np.int32(max_steps), is_aborted

@@ -14,12 +14,12 @@ import io
 import os
 import pickle
 import sys
-import tempfile
 import threading
 import zlib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +32,7 @@ from paged_jax.compile_cache import processor_name
 
 ENDING = ".program"
 HIT = "/jax/compilation_cache/cache_hits"
+MOST = 32  # programs that are kept, the newest
 DISTRIBUTIONS = ("jax", "jaxlib", "flax", "numpy")
 FOREIGN = ("builtins", "flax", "jax", "jaxlib", "numpy")  # their code is known by their versions
 
@@ -54,8 +55,8 @@ class Spec(NamedTuple):
 
 def load(spec: Spec) -> jax.stages.Compiled | None:
     """Return the program of that spec, or None where it was not stored, or not here."""
-    path = _path(spec)
     try:
+        path = _path(spec)
         if path is None or not path.exists():
             return None
         stored = pickle.loads(zlib.decompress(path.read_bytes()))
@@ -68,28 +69,44 @@ def load(spec: Spec) -> jax.stages.Compiled | None:
 
 def save(spec: Spec, program: jax.stages.Compiled) -> None:
     """Store a program, where that can be done."""
-    path = _path(spec)
-    if path is None:
-        return
-    with contextlib.suppress(OSError, ValueError, NotImplementedError):
+    with contextlib.suppress(Exception):  # it is compiled again
+        if (path := _path(spec)) is None:
+            return
         stored = zlib.compress(pickle.dumps(serialize_executable.serialize(program)), level=1)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(stored)
-        os.replace(file.name, path)  # a reader sees all of it or none
+        part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        try:
+            part.write_bytes(stored)
+            os.replace(part, path)  # a reader sees all of it or none
+        finally:
+            part.unlink(missing_ok=True)
+        files = path.parent.glob(f"*{ENDING}")
+        for old in sorted(files, key=lambda file: file.stat().st_mtime)[:-MOST]:
+            old.unlink(missing_ok=True)
 
 
 def compile_and_save(spec: Spec, run: Any) -> jax.stages.Compiled:
     """Compile `run` for a spec, and store the program, in another thread.
 
     One that JAX had in its own cache is not stored: XLA loses functions of a program that is
-    written a second time.
+    written a second time. Nor is one that was made under other settings than the spec's.
     """
     with hits_of_jax_cache() as hits:
         program = run.lower(*spec.shapes).compile()
-    if not hits:
+    if not hits and settings() == spec.settings:
         # No daemon: Python waits for it at its end.
         threading.Thread(target=save, args=(spec, program)).start()
     return program
+
+
+def can_store(spec: Spec) -> bool:
+    """Return whether programs of such a spec are stored here."""
+    return _path(spec) is not None
+
+
+def is_stored(spec: Spec) -> bool:
+    """Return whether there is a file for that spec."""
+    path = _path(spec)
+    return path is not None and path.exists()
 
 
 @contextlib.contextmanager
@@ -117,10 +134,12 @@ def settings() -> dict[str, Any]:
 
 def _path(spec: Spec) -> Path | None:
     """Return the file of a spec, or None where there is no folder or not all of it is known."""
-    folder = jax.config.jax_compilation_cache_dir
-    if folder is None or "://" in folder or not jax.config.jax_enable_compilation_cache:
+    settings = spec.settings
+    folder = settings.get("jax_compilation_cache_dir")
+    if not folder or "://" in folder or not settings.get("jax_enable_compilation_cache"):
         return None
-    if jax.default_backend() != "cpu" or jax.config.jax_default_device is not None:
+    # A device is no plain value, so a default one is not among the settings.
+    if jax.default_backend() != "cpu" or settings.get("jax_default_device", "") is not None:
         return None
     described = _describe(spec)
     if described is None:
@@ -143,7 +162,8 @@ def _describe(spec: Spec) -> bytes | None:
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
-            found.add((obj if isinstance(obj, type) else type(obj)).__module__.partition(".")[0])
+            known = obj if isinstance(obj, type | FunctionType) else type(obj)
+            found.add(known.__module__.partition(".")[0])
             return NotImplemented
 
     file = io.BytesIO()

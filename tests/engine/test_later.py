@@ -10,6 +10,7 @@ from flax import nnx
 
 from paged_jax import BeamSearchParams, Engine, EngineConfig, SamplingParams
 from paged_jax.default_sizes import choose_widths
+from paged_jax.engine import stored_programs
 from paged_jax.engine.later import LOCK, compile_elsewhere, wait_for_turn
 from paged_jax.engine.stored_programs import Spec
 from toy_decoder import ToyDecoder
@@ -51,6 +52,17 @@ def test_it_takes_over_and_gives_the_same_tokens(cache_folder):
     assert serve(engine)
 
 
+def test_arguments_of_other_places_are_served_by_what_compiles_for_them(cache_folder):
+    engine = make_engine(widths=(9,), later_widths=(1, 9))
+    first = serve(engine)
+    assert engine.finish_compiling() is None
+    other = jax.devices()[1]
+    engine.update_params(jax.device_put(engine.params, other))
+    engine.state = jax.device_put(engine.state, other)
+    assert serve(engine) == first
+    assert engine.finish_compiling() == "nothing was begun"
+
+
 def test_without_a_cache_folder_the_first_program_goes_on():
     engine = make_engine(widths=(9,), later_widths=(1, 9))
     first = serve(engine)
@@ -72,7 +84,9 @@ def test_a_decoder_that_cannot_be_sent_is_served_all_the_same(cache_folder):
 
 
 def test_what_goes_wrong_in_the_other_process_is_told(cache_folder):
-    assert "Error" in compile_elsewhere(Spec(nnx.graphdef(ToyDecoder()), (1,), (3,), {}))
+    assert "Error" in compile_elsewhere(
+        Spec(nnx.graphdef(ToyDecoder()), (1,), (3,), stored_programs.settings())
+    )
 
 
 @pytest.mark.parametrize("is_wanted", [True, False])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -30,7 +31,10 @@ from paged_jax.compile_cache import use_compile_cache
 from paged_jax.engine.engine import Engine
 from paged_jax.models.load import open_model
 
-processes, popen = [], subprocess.Popen
+traced, processes, popen = [], [], subprocess.Popen
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, fun_name="", **kwargs: traced.append(fun_name)
+)
 subprocess.Popen = lambda *args, **kwargs: processes.append(args) or popen(*args, **kwargs)
 use_compile_cache()
 opened = open_model(sys.argv[1])
@@ -45,7 +49,7 @@ engine.run(100)
 print(json.dumps({
     "processes": len(processes),
     "problem": problem,
-    "compiled": engine._programs.run._cache_size(),
+    "is_traced": any("_run" in name.split(" ") for name in traced),
     "is_donated": all(page.is_deleted() for page in pages),
     "tokens": [token for update in engine.take(request_id) for token in update.token_ids],
 }))
@@ -68,16 +72,20 @@ def start(checkpoint, folder):
 def test_the_next_start_finds_both_programs_and_compiles_nothing(checkpoint, tmp_path):
     first = start(checkpoint, tmp_path)
     assert first["processes"] == 1 and first["problem"] is None and len(first["tokens"]) == 9
+    assert first["is_traced"]
     files = list(tmp_path.glob("*.program"))
     assert len(files) == 2
     again = start(checkpoint, tmp_path)
-    assert again == first | {"processes": 0, "compiled": 0} and again["is_donated"]
-    # Files that were cut off. JAX has the programs in its own cache; those are not written again.
+    assert again == first | {"processes": 0, "is_traced": False} and again["is_donated"]
+    # Files that were cut off. The other process writes its program again. This one does not: JAX
+    # has it in its own cache, and XLA cannot write what it has read.
     cut = {file: file.read_bytes()[:-100] for file in files}
     for file, content in cut.items():
         file.write_bytes(content)
     assert start(checkpoint, tmp_path) == first
-    assert {file: file.read_bytes() for file in tmp_path.glob("*.program")} == cut
+    now = {file: file.read_bytes() for file in tmp_path.glob("*.program")}
+    assert sorted(now[file] == cut[file] for file in cut) == [False, True]
+    assert start(checkpoint, tmp_path)["processes"] == 0
 
 
 def test_other_code_settings_or_widths_are_other_programs(cache_folder, monkeypatch, checkpoint):
@@ -103,12 +111,53 @@ def test_other_code_settings_or_widths_are_other_programs(cache_folder, monkeypa
 
 
 def test_code_of_others_is_not_stored(cache_folder):
-    spec = Spec(nnx.graphdef(ToyDecoder()), (1,), SHAPES, {})
+    spec = Spec(nnx.graphdef(ToyDecoder()), (1,), SHAPES, stored_programs.settings())
     assert stored_programs._path(spec) is None and stored_programs.load(spec) is None
     stored_programs.save(spec, jax.jit(lambda x: x + 1).lower(*SHAPES).compile())
     assert not list(cache_folder.glob("*.program"))
 
 
+def test_code_of_others_inside_a_decoder_of_ours_is_not_stored(cache_folder, checkpoint):
+    def function():
+        pass
+
+    decoder = open_model(checkpoint).decoder
+    assert stored_programs.can_store(
+        Spec(nnx.graphdef(decoder), (1,), SHAPES, stored_programs.settings())
+    )
+    for foreign in (start, function):
+        decoder.extra = foreign
+        assert not stored_programs.can_store(
+            Spec(nnx.graphdef(decoder), (1,), SHAPES, stored_programs.settings())
+        )
+
+
+def test_of_many_programs_the_newest_are_kept(cache_folder, checkpoint, monkeypatch):
+    monkeypatch.setattr(stored_programs, "MOST", 3)
+    monkeypatch.setattr(stored_programs, "code_digest", lambda: "one")
+    graphdef = nnx.graphdef(open_model(checkpoint).decoder)
+    program = jax.jit(lambda x: x + 1).lower(*SHAPES).compile()
+    specs = [Spec(graphdef, (width,), SHAPES, stored_programs.settings()) for width in range(1, 6)]
+    for age, spec in enumerate(specs):
+        stored_programs.save(spec, program)
+        path = stored_programs._path(spec)
+        if path.exists():
+            os.utime(path, (age, age))
+    assert [stored_programs.is_stored(spec) for spec in specs] == [False] * 2 + [True] * 3
+    assert len(list(cache_folder.glob("paged-jax*"))) == 3  # no parts are left
+    assert stored_programs.load(specs[-1])(np.zeros(3, np.int32)).tolist() == [1, 1, 1]
+
+
+def test_what_goes_wrong_in_the_lookup_is_a_miss(cache_folder, checkpoint, monkeypatch):
+    graphdef = nnx.graphdef(open_model(checkpoint).decoder)
+
+    def fail():
+        raise RecursionError
+
+    monkeypatch.setattr(stored_programs, "code_digest", fail)
+    assert stored_programs.load(Spec(graphdef, (1,), SHAPES, stored_programs.settings())) is None
+
+
 def test_without_a_folder_nothing_is_stored(checkpoint):
     graphdef = nnx.graphdef(open_model(checkpoint).decoder)
-    assert stored_programs._path(Spec(graphdef, (1,), SHAPES, {})) is None
+    assert stored_programs._path(Spec(graphdef, (1,), SHAPES, stored_programs.settings())) is None

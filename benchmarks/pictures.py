@@ -91,7 +91,7 @@ def draw_policies(numbers: dict) -> None:
         axis.set_title(case["name"], fontsize=10)
         kept = [p["rate"] for p in case["curves"]["paged"] if p["latency"] < 8 * lone]
         axis.set_xlim(0, 1.25 * max(kept))
-    axes[0][0].legend(frameon=False)
+    axes[0][0].legend(frameon=False, loc=(0.31, 0.42), fontsize=9)
     save(figure, "policies")
 
 

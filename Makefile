@@ -78,8 +78,8 @@ format: $(READY)
 	$(RUN) -m ruff format .
 	$(RUN) -m ruff check --fix .
 
-# Half an hour on two cores with nothing beside it; writes benchmarks/README.md. What `peers.py make` has not made is left out.
-# Without --quick, which README's tables are of, it takes an hour and a half.
+# Meant for half an hour on two cores with nothing beside it; writes benchmarks/README.md. What `peers.py make` has not made is left
+# out. Without --quick the peers alone take 40 minutes.
 bench: $(READY)
 	$(RUN) benchmarks/report.py --quick
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 try:
@@ -113,31 +114,32 @@ class Compilation:
 
     def _compile(self, spec: Spec) -> None:
         try:
-            if stored_programs.is_stored(spec):
+            place = stored_programs.find_place(spec)
+            if place is not None and place.exists():
                 self.is_wanted.wait(PATIENCE)
-                self.program = self._read(stored_programs.load, spec)
+                self.program = self._read(stored_programs.load, place)
             if self.program is None:
                 self.problem = compile_elsewhere(spec)
                 if self.problem is None:
-                    self.program = self._read(read_or_compile, spec)
+                    self.program = self._read(read_or_compile, spec, place)
         except Exception as error:
             self.problem = f"{type(error).__name__}: {error}"
 
-    def _read(self, how: Callable, spec: Spec) -> Callable | None:
+    def _read(self, how: Callable, *args: Any) -> Callable | None:
         """Read what was compiled. A process must not end in the middle of that."""
         atexit.register(self.thread.join)
         try:
-            return how(spec)
+            return how(*args)
         finally:
             atexit.unregister(self.thread.join)
 
 
-def read_or_compile(spec: Spec) -> jax.stages.Compiled:
+def read_or_compile(spec: Spec, place: Path | None) -> jax.stages.Compiled:
     """Return the program of a spec: one that is stored, or that JAX has in its cache."""
-    program = stored_programs.load(spec)
+    program = stored_programs.load(place)
     if program is None:
         run = compile_programs(spec.graphdef, spec.widths).run
-        program = stored_programs.compile_and_save(spec, run)
+        program = stored_programs.compile_and_save(spec, run, place)
     return program
 
 
@@ -170,10 +172,12 @@ def serve_spec() -> None:
     for name, value in spec.settings.items():
         jax.config.update(name, value)
     if wait_for_turn(jax.config.jax_compilation_cache_dir, parent):
-        if stored_programs.can_store(spec):  # what is read from JAX's cache could not be
+        place = stored_programs.find_place(spec)
+        if place is not None:  # what is read from JAX's cache could not be stored
             jax.config.update("jax_enable_compilation_cache", False)
         program = compile_programs(spec.graphdef, spec.widths).run.lower(*spec.shapes).compile()
-        stored_programs.save(spec, program)
+        if place is not None:
+            stored_programs.save(place, program)
 
 
 def wait_for_turn(folder: str, parent: int) -> bool:

@@ -45,11 +45,12 @@ def start(
     spec = Spec(graphdef, widths, shapes_of(args), stored_programs.settings())
     with ThreadPoolExecutor(2) as threads:
         loaded = threads.submit(load)
-        stored = threads.submit(stored_programs.load, spec)
+        place = stored_programs.find_place(spec)
+        stored = threads.submit(stored_programs.load, place)
         state = init_state(config, model)
         program = stored.result()
         if loaded.done():
             loaded.result()  # raises before something is compiled in vain
         if program is None:
-            program = stored_programs.compile_and_save(spec, run)
+            program = stored_programs.compile_and_save(spec, run, place)
         return Started(loaded.result(), state, program)

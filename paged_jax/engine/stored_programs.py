@@ -53,13 +53,21 @@ class Spec(NamedTuple):
     settings: dict[str, Any]
 
 
-def load(spec: Spec) -> jax.stages.Compiled | None:
-    """Return the program of that spec, or None where it was not stored, or not here."""
+def find_place(spec: Spec) -> Path | None:
+    """Return the file for the program of a spec, there or not, or None where none is stored.
+
+    This reads and hashes the package's code, so whoever needs it twice keeps it.
+    """
+    with contextlib.suppress(Exception):  # it is compiled, then
+        return _place(spec)
+
+
+def load(place: Path | None) -> jax.stages.Compiled | None:
+    """Return the program that is stored in a place, or None where there is none."""
     try:
-        path = _path(spec)
-        if path is None or not path.exists():
+        if place is None or not place.exists():
             return None
-        stored = pickle.loads(zlib.decompress(path.read_bytes()))
+        stored = pickle.loads(zlib.decompress(place.read_bytes()))
         # On the first device, as what is compiled for arguments that are nowhere yet.
         devices = jax.devices()[:1]
         return serialize_executable.deserialize_and_load(*stored, execution_devices=devices)
@@ -67,46 +75,33 @@ def load(spec: Spec) -> jax.stages.Compiled | None:
         return None
 
 
-def save(spec: Spec, program: jax.stages.Compiled) -> None:
+def save(place: Path, program: jax.stages.Compiled) -> None:
     """Store a program, where that can be done."""
     with contextlib.suppress(Exception):  # it is compiled again
-        if (path := _path(spec)) is None:
-            return
         stored = zlib.compress(pickle.dumps(serialize_executable.serialize(program)), level=1)
-        part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        part = place.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         try:
             part.write_bytes(stored)
-            os.replace(part, path)  # a reader sees all of it or none
+            os.replace(part, place)  # a reader sees all of it or none
         finally:
             part.unlink(missing_ok=True)
-        files = path.parent.glob(f"*{ENDING}")
+        files = place.parent.glob(f"*{ENDING}")
         for old in sorted(files, key=lambda file: file.stat().st_mtime)[:-MOST]:
             old.unlink(missing_ok=True)
 
 
-def compile_and_save(spec: Spec, run: Any) -> jax.stages.Compiled:
-    """Compile `run` for a spec, and store the program, in another thread.
+def compile_and_save(spec: Spec, run: Any, place: Path | None) -> jax.stages.Compiled:
+    """Compile `run` for a spec, and store the program in its place, in another thread.
 
     One that JAX had in its own cache is not stored: XLA loses functions of a program that is
     written a second time. Nor is one that was made under other settings than the spec's.
     """
     with hits_of_jax_cache() as hits:
         program = run.lower(*spec.shapes).compile()
-    if not hits and settings() == spec.settings:
+    if place is not None and not hits and settings() == spec.settings:
         # No daemon: Python waits for it at its end.
-        threading.Thread(target=save, args=(spec, program)).start()
+        threading.Thread(target=save, args=(place, program)).start()
     return program
-
-
-def can_store(spec: Spec) -> bool:
-    """Return whether programs of such a spec are stored here."""
-    return _path(spec) is not None
-
-
-def is_stored(spec: Spec) -> bool:
-    """Return whether there is a file for that spec."""
-    path = _path(spec)
-    return path is not None and path.exists()
 
 
 @contextlib.contextmanager
@@ -132,7 +127,7 @@ def settings() -> dict[str, Any]:
     return {name: value for name, value in values.items() if isinstance(value, plain)}
 
 
-def _path(spec: Spec) -> Path | None:
+def _place(spec: Spec) -> Path | None:
     """Return the file of a spec, or None where there is no folder or not all of it is known."""
     settings = spec.settings
     folder = settings.get("jax_compilation_cache_dir")

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from paged_jax.engine import stored_programs
-from paged_jax.engine.stored_programs import Spec
+from paged_jax.engine.stored_programs import Spec, find_place
 from paged_jax.models.load import open_model
 from small_checkpoint import llama
 from toy_decoder import ToyDecoder
@@ -89,31 +89,30 @@ def test_the_next_start_finds_both_programs_and_compiles_nothing(checkpoint, tmp
 
 
 def test_other_code_settings_or_widths_are_other_programs(cache_folder, monkeypatch, checkpoint):
-    def path(spec):
-        return stored_programs._path(spec)
-
     graphdef = nnx.graphdef(open_model(checkpoint).decoder)
     spec = Spec(graphdef, (1, 4), SHAPES, stored_programs.settings())
     monkeypatch.setattr(stored_programs, "code_digest", lambda: "one")
-    paths = [path(spec)]
-    assert path(spec) == paths[0] is not None
+    places = [find_place(spec)]
+    assert find_place(spec) == places[0] is not None
     with jax.default_matmul_precision("bfloat16"):
-        paths.append(path(spec._replace(settings=stored_programs.settings())))
-    paths.append(path(spec._replace(widths=(4,))))
-    paths.append(path(spec._replace(shapes=(jax.ShapeDtypeStruct((4,), "int32"),))))
+        places.append(find_place(spec._replace(settings=stored_programs.settings())))
+    places.append(find_place(spec._replace(widths=(4,))))
+    places.append(find_place(spec._replace(shapes=(jax.ShapeDtypeStruct((4,), "int32"),))))
     half = open_model(checkpoint, "bfloat16").decoder
-    paths.append(path(spec._replace(graphdef=nnx.graphdef(half))))
+    places.append(find_place(spec._replace(graphdef=nnx.graphdef(half))))
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=true")
-    paths.append(path(spec))
+    places.append(find_place(spec))
     monkeypatch.setattr(stored_programs, "code_digest", lambda: "other")
-    paths.append(path(spec))
-    assert len(set(paths)) == len(paths)
+    places.append(find_place(spec))
+    assert len(set(places)) == len(places)
 
 
 def test_code_of_others_is_not_stored(cache_folder):
     spec = Spec(nnx.graphdef(ToyDecoder()), (1,), SHAPES, stored_programs.settings())
-    assert stored_programs._path(spec) is None and stored_programs.load(spec) is None
-    stored_programs.save(spec, jax.jit(lambda x: x + 1).lower(*SHAPES).compile())
+    place = find_place(spec)
+    assert place is None and stored_programs.load(place) is None
+    run = jax.jit(lambda x: x + 1)
+    assert stored_programs.compile_and_save(spec, run, place)(np.zeros(3, np.int32)).sum() == 3
     assert not list(cache_folder.glob("*.program"))
 
 
@@ -122,14 +121,11 @@ def test_code_of_others_inside_a_decoder_of_ours_is_not_stored(cache_folder, che
         pass
 
     decoder = open_model(checkpoint).decoder
-    assert stored_programs.can_store(
-        Spec(nnx.graphdef(decoder), (1,), SHAPES, stored_programs.settings())
-    )
+    assert find_place(Spec(nnx.graphdef(decoder), (1,), SHAPES, stored_programs.settings()))
     for foreign in (start, function):
         decoder.extra = foreign
-        assert not stored_programs.can_store(
-            Spec(nnx.graphdef(decoder), (1,), SHAPES, stored_programs.settings())
-        )
+        spec = Spec(nnx.graphdef(decoder), (1,), SHAPES, stored_programs.settings())
+        assert find_place(spec) is None
 
 
 def test_of_many_programs_the_newest_are_kept(cache_folder, checkpoint, monkeypatch):
@@ -138,14 +134,14 @@ def test_of_many_programs_the_newest_are_kept(cache_folder, checkpoint, monkeypa
     graphdef = nnx.graphdef(open_model(checkpoint).decoder)
     program = jax.jit(lambda x: x + 1).lower(*SHAPES).compile()
     specs = [Spec(graphdef, (width,), SHAPES, stored_programs.settings()) for width in range(1, 6)]
-    for age, spec in enumerate(specs):
-        stored_programs.save(spec, program)
-        path = stored_programs._path(spec)
-        if path.exists():
-            os.utime(path, (age, age))
-    assert [stored_programs.is_stored(spec) for spec in specs] == [False] * 2 + [True] * 3
+    places = [find_place(spec) for spec in specs]
+    for age, place in enumerate(places):
+        stored_programs.save(place, program)
+        if place.exists():
+            os.utime(place, (age, age))
+    assert [place.exists() for place in places] == [False] * 2 + [True] * 3
     assert len(list(cache_folder.glob("paged-jax*"))) == 3  # no parts are left
-    assert stored_programs.load(specs[-1])(np.zeros(3, np.int32)).tolist() == [1, 1, 1]
+    assert stored_programs.load(places[-1])(np.zeros(3, np.int32)).tolist() == [1, 1, 1]
 
 
 def test_what_goes_wrong_in_the_lookup_is_a_miss(cache_folder, checkpoint, monkeypatch):
@@ -155,9 +151,10 @@ def test_what_goes_wrong_in_the_lookup_is_a_miss(cache_folder, checkpoint, monke
         raise RecursionError
 
     monkeypatch.setattr(stored_programs, "code_digest", fail)
-    assert stored_programs.load(Spec(graphdef, (1,), SHAPES, stored_programs.settings())) is None
+    place = find_place(Spec(graphdef, (1,), SHAPES, stored_programs.settings()))
+    assert place is None and stored_programs.load(place) is None
 
 
 def test_without_a_folder_nothing_is_stored(checkpoint):
     graphdef = nnx.graphdef(open_model(checkpoint).decoder)
-    assert stored_programs._path(Spec(graphdef, (1,), SHAPES, stored_programs.settings())) is None
+    assert find_place(Spec(graphdef, (1,), SHAPES, stored_programs.settings())) is None

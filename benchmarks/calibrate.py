@@ -14,13 +14,13 @@ import numpy as np
 from flax import nnx
 
 from loads import Cost
+from no_pages import NoPages
 from paged_jax import EngineConfig, SamplingParams
 from paged_jax.engine.requests import Output, make_request, to_rows
 from paged_jax.engine.step import EngineState, init_state, run
 from paged_jax.models import load_model
 from paged_jax.scheduling import sequences
 from script import time_steps
-from simulate import NoPages
 
 # A GUESS, NOT MEASURED: to be replaced by what `policies.py --calibrate` prints on a quiet machine,
 # with machine and date.

@@ -18,8 +18,8 @@ import matplotlib
 import numpy as np
 from flax import nnx
 
+from no_pages import NoPages
 from paged_jax import Engine, EngineConfig, SamplingParams
-from simulate import NoPages
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt

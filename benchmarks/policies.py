@@ -28,10 +28,11 @@ import numpy as np
 from calibrate import GPU_LIKE, SMOLLM2, calibrate
 from lengths import ALPACA, MAX_LEN, SHAREGPT, Mix, draw, poisson_arrivals, reservations
 from loads import Cost, Load, make_load
+from no_pages import NoPages
 from paged_jax import EngineConfig
 from real_policies import measure_real
 from script import describe_machine, parse, save
-from simulate import NoPages, Result, simulate
+from simulate import Result, simulate
 
 MEMORY, BLOCK_SIZE = 981 * 16, 16
 POLICIES = ("static", "max", "pow2", "oracle", "paged")

@@ -23,10 +23,10 @@ import numpy as np
 from flax import nnx
 
 from lengths import ALPACA, SHAREGPT, Mix, draw
+from no_pages import NoPages
 from paged_jax import BeamSearchParams, Engine, EngineConfig, SamplingParams
 from paged_jax.models import load_model
 from script import describe_machine, parse, save
-from simulate import NoPages
 
 WIDTHS, BLOCK_SIZE = (2, 4, 6), 16
 PAPER = "paper (SOSP 2023): sharing saves up to 55 % of the memory and gives up to 2.2 times"

@@ -27,26 +27,9 @@ from loads import STEPS, Cost, Load
 from paged_jax import EngineConfig
 from paged_jax.engine.integrity import check_integrity
 from paged_jax.engine.step import EngineState, init_state, step
-from paged_jax.kv_group import attention_group
 from paged_jax.sampling.rows import init_sampling_rows
 from paged_jax.scheduling import sequences
 from paged_jax.scheduling.sequences import FINISHED, LENGTH, NewSequences
-
-
-class NoPages(nnx.Module):
-    """Keeps no K and V; every token is 1."""
-
-    vocab_size, num_kv_heads, head_dim, dtype, eos_token_ids = 8, 1, 1, "float32", ()
-
-    def __init__(self, max_model_len: int = 2048):
-        self.max_model_len = max_model_len
-        self.kv_groups = (attention_group(None),)
-
-    def __call__(self, tokens, batch, k_pages, v_pages):
-        return tokens[:, None].astype(jnp.float32), k_pages, v_pages
-
-    def logits(self, hidden):
-        return -jnp.abs(jnp.arange(self.vocab_size) - 1) + 0 * hidden
 
 
 class Sums(struct.PyTreeNode):

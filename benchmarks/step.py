@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from no_pages import NoPages
 from paged_jax import Engine, EngineConfig, SamplingParams
 from paged_jax.engine.requests import Output, make_request, to_rows
 from paged_jax.engine.step import init_state, run
-from paged_jax.kv_group import attention_group
 from paged_jax.scheduling import sequences
 from script import time_steps
 
@@ -29,28 +29,6 @@ BLOCKS = (4096, 131_072, 1_048_576)
 MAX_LEN = 8192  # 512 table columns of 16 tokens
 STEPS = 128
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_LEN, ignore_eos=True)
-
-
-class NoDecoder(nnx.Module):
-    """Keeps no K and V; every token is 1."""
-
-    vocab_size, max_model_len, num_kv_heads, head_dim, dtype, eos_token_ids = (
-        8,
-        MAX_LEN,
-        1,
-        1,
-        "float32",
-        (),
-    )
-
-    def __init__(self, windows=(None,)):
-        self.kv_groups = tuple(attention_group(window) for window in windows)
-
-    def __call__(self, tokens, batch, k_pages, v_pages):
-        return tokens[:, None].astype(jnp.float32), k_pages, v_pages
-
-    def logits(self, hidden):
-        return -jnp.abs(jnp.arange(self.vocab_size) - 1) + 0 * hidden
 
 
 def engine_config(rows: int, num_blocks: int, caching: bool = False) -> EngineConfig:
@@ -63,7 +41,7 @@ def decoding(rows: int, num_blocks: int, windows, caching: bool):
     """A jitted run of many steps, and a state in which every row decodes, at different places of
     its last block.
     """
-    model, config = NoDecoder(windows), engine_config(rows, num_blocks, caching)
+    model, config = NoPages(MAX_LEN, windows), engine_config(rows, num_blocks, caching)
     state = init_state(config, model)
     make = partial(
         make_request, config=config, cache_config=state.cache.config, vocab_size=8, eos_token_ids=()
@@ -93,7 +71,7 @@ def host_times(rows: int, repeats: int) -> tuple[float, float]:
 
     Dispatches of no steps are timed: a CPU runs small programs in the thread that calls.
     """
-    engine = Engine(*nnx.split(NoDecoder()), engine_config(rows, 131_072))
+    engine = Engine(*nnx.split(NoPages(MAX_LEN)), engine_config(rows, 131_072))
     for row in range(rows):
         engine.add_request([1] * (1 + row % 16), GREEDY)
     ids = engine.run(64)

@@ -22,9 +22,10 @@ import numpy as np
 
 from lengths import ALPACA, MAX_LEN, SHAREGPT, Mix, draw, reservations
 from loads import make_load
+from no_pages import NoPages
 from paged_jax import EngineConfig
 from script import describe_machine, parse, save
-from simulate import NoPages, Result, simulate
+from simulate import Result, simulate
 
 MEMORY = 981 * 16  # slots
 BLOCK_SIZES = (8, 16, 32)

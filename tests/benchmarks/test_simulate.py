@@ -13,8 +13,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 
 from lengths import ALPACA, SHAREGPT, draw, next_power_of_two, poisson_arrivals
 from loads import make_load
+from no_pages import NoPages
 from paged_jax import EngineConfig
-from simulate import NoPages, simulate
+from simulate import simulate
 
 CONFIG = EngineConfig(65, 64, 8, 64, num_rows=12, block_size=4)
 COUNT = 20

@@ -1,11 +1,13 @@
-"""How a model's authors would sample from it: what the checkpoint says, by transformers' names."""
+"""How a model's authors would sample from it: what the checkpoint says, by transformers' names.
 
-import os
+Nothing is checked here.
+"""
+
+from pathlib import Path
 from typing import Any
 
 from paged_jax.models.end_of_text import read_generation_config
-from paged_jax.models.gguf_file import open_gguf
-from paged_jax.models.load import find
+from paged_jax.models.gguf_file import GGUFFile
 
 GGUF_PREFIX = "general.sampling."
 GGUF_NAMES = {
@@ -17,14 +19,12 @@ GGUF_NAMES = {
 }
 
 
-def read_generation_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read generation_config.json of a directory, or the sampling keys of a GGUF file.
+def of_directory(directory: Path) -> dict[str, Any]:
+    """Read generation_config.json; without one there are no settings. Raises ModelLoadError."""
+    return dict(read_generation_config(directory).values)
 
-    `general.sampling.temp: 0.6 -> {"temperature": 0.6}`. Nothing is checked. Raises ModelLoadError.
-    """
-    file = find(path)
-    if file.is_dir():
-        return dict(read_generation_config(file).values)
-    metadata = open_gguf(file).metadata
+
+def of_gguf(file: GGUFFile) -> dict[str, Any]:
+    """Return what the sampling keys say: `general.sampling.temp: 0.6 -> {"temperature": 0.6}`."""
     names = {GGUF_PREFIX + key: name for key, name in GGUF_NAMES.items()}
-    return {name: metadata[key] for key, name in names.items() if key in metadata}
+    return {name: file.metadata[key] for key, name in names.items() if key in file.metadata}

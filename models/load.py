@@ -14,6 +14,7 @@ from paged_jax.checks import show
 from paged_jax.errors import ConfigError
 from paged_jax.models import (
     end_of_text,
+    generation_settings,
     gguf_model,
     gguf_tokenizer,
     hf_model,
@@ -39,11 +40,13 @@ class OpenModel(NamedTuple):
         decoder: has a shape for each param.
         source: the tensors, all of which are there.
         tokenizer: None where the checkpoint has none.
+        settings: how the model's authors sample from it, by transformers' names.
     """
 
     decoder: Llama
     source: TensorSource
     tokenizer: Tokenizer | None
+    settings: dict[str, Any]
 
     def read_params(self) -> Any:
         """Read the params: `nnx.split(model)[1]`."""
@@ -150,7 +153,8 @@ def _open_directory(directory: Path, dtype: str, tokenizer: Tokenizer | None) ->
     if tokenizer is None:
         tokenizer = hf_tokenizer.read_tokenizer(directory)
     stated = end_of_text.stated_ids(directory)
-    return _opened(config, source, stated, tokenizer)
+    settings = generation_settings.of_directory(directory)
+    return OpenModel(_decoder(config, source, stated, tokenizer), source, tokenizer, settings)
 
 
 def _open_gguf(path: Path, dtype: str, tokenizer: Tokenizer | None) -> OpenModel:
@@ -161,13 +165,15 @@ def _open_gguf(path: Path, dtype: str, tokenizer: Tokenizer | None) -> OpenModel
     source = gguf_model.tensor_source(file, config)
     if tokenizer is None:
         tokenizer = gguf_tokenizer.read_tokenizer(file)
-    return _opened(config, source, gguf_model.stated_ids(file), tokenizer)
+    decoder = _decoder(config, source, gguf_model.stated_ids(file), tokenizer)
+    return OpenModel(decoder, source, tokenizer, generation_settings.of_gguf(file))
 
 
-def _opened(
+def _decoder(
     config: LlamaConfig, source: TensorSource, stated: tuple[int, ...], tokenizer: Tokenizer | None
-) -> OpenModel:
+) -> Llama:
+    """Return the decoder with shapes for params, after a check that the source has them all."""
     check_tensors(config, source)
     ids = end_of_text_ids(stated, tokenizer, config.vocab_size, source.origin)
     config = dataclasses.replace(config, eos_token_ids=ids)
-    return OpenModel(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))), source, tokenizer)
+    return nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))

@@ -9,7 +9,6 @@ from flax import nnx
 from paged_jax.checks import show
 from paged_jax.errors import ConfigError
 from paged_jax.models import Decoder, Tokenizer
-from paged_jax.models.generation_settings import read_generation_settings
 from paged_jax.models.load import open_model
 
 DECODER_NEEDS = (*Decoder.__annotations__, "logits", "__call__")
@@ -43,8 +42,7 @@ def read_parts(model: Any, tokenizer: Any, dtype: Any) -> Parts:
     _check_tokenizer(tokenizer)
     if isinstance(model, str | os.PathLike):
         opened = open_model(model, dtype, tokenizer=tokenizer)
-        settings = read_generation_settings(model)
-        return Parts(opened.decoder, opened.read_params, opened.tokenizer, settings)
+        return Parts(opened.decoder, opened.read_params, opened.tokenizer, opened.settings)
     _check_decoder(model)
     if not isinstance(dtype, str) or dtype != "auto":
         raise ConfigError(

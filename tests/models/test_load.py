@@ -24,10 +24,10 @@ from paged_jax.models import (
     load_model,
 )
 from paged_jax.models.chat_template import render
-from paged_jax.models.generation_settings import read_generation_settings
 from paged_jax.models.gguf_file import open_gguf
 from paged_jax.models.gguf_model import TEMPLATES as GGUF_NAMES
 from paged_jax.models.hf_tensors import TEMPLATES as HF_NAMES
+from paged_jax.models.load import open_model
 from paged_jax.models.rope import inverse_frequencies
 from run_model import TINY
 
@@ -203,8 +203,8 @@ def test_the_sampling_that_a_gguf_file_advises_is_read(tmp_path):
     ]
     path = write_gguf(tmp_path / "model.gguf", "llama", metadata=metadata)
     advised = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.25}
-    assert read_generation_settings(path) == advised
-    assert read_generation_settings(write_gguf(tmp_path / "plain.gguf", "llama")) == {}
+    assert open_model(path).settings == advised
+    assert open_model(write_gguf(tmp_path / "plain.gguf", "llama")).settings == {}
 
 
 def test_gguf_end_of_text_ids_outside_the_vocabulary_are_dropped(tmp_path):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from paged_jax.arrays import keep_default_device
 from paged_jax.models.errors import ModelLoadError
 from paged_jax.models.llama import Llama
 from paged_jax.models.llama_config import LlamaConfig
@@ -65,7 +66,7 @@ def read_params(decoder: Llama, source: TensorSource) -> Any:
         return path, leaf.replace(jax.device_put(_values(config, source, path), may_alias=False))
 
     with ThreadPoolExecutor(NUM_READERS) as readers:  # numpy works without the interpreter's lock
-        filled = list(readers.map(fill, nnx.to_flat_state(nnx.state(decoder))))
+        filled = list(readers.map(keep_default_device(fill), nnx.to_flat_state(nnx.state(decoder))))
     return nnx.from_flat_state(filled)
 
 

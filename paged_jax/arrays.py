@@ -97,3 +97,17 @@ def apply_if[T](condition: Any, body: Callable[[T], T], carry: T) -> T:
         (jnp.asarray(condition), carry),
     )
     return out[1]
+
+
+def keep_default_device[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that makes arrays where this thread would, whichever thread calls it.
+
+    `jax.default_device` is known to its own thread alone.
+    """
+    device = jax.config.jax_default_device
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with jax.default_device(device):
+            return function(*args, **kwargs)
+
+    return call

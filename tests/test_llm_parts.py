@@ -13,7 +13,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from compilations import compilations
-from paged_jax import LLM, ConfigError, EngineConfig, InvalidRequestError, SamplingParams
+from paged_jax import (
+    LLM,
+    BeamSearchParams,
+    ConfigError,
+    EngineConfig,
+    InvalidRequestError,
+    SamplingParams,
+)
 from paged_jax.default_sizes import cache_bytes
 from paged_jax.engine.step import init_state
 from paged_jax.generation_defaults import sampling_params
@@ -23,6 +30,7 @@ from small_checkpoint import llama
 from toy_decoder import ToyDecoder
 
 MODEL = ToyDecoder(max_model_len=40)
+GREEDY = SamplingParams(temperature=0)
 SIZES = dict(block_size=4, num_blocks=30, max_num_seqs=4, max_num_batched_tokens=16)
 OTHER_TOKENIZER = "lacks encode, apply_chat_template, shown, ids_to_bytes; a paged_jax.models.Token"
 
@@ -138,6 +146,34 @@ def test_params_are_loaded_while_the_program_is_compiled(tmp_path):
         outputs = whole.generate([[1, 2, 3]], progress=False)
     assert any("_run" in message for message in during)
     assert outputs[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+
+
+def test_what_was_compiled_ahead_serves_after_a_reset_and_not_once_beams_have_come(tmp_path):
+    llm = LLM(llama(tmp_path), **SIZES)
+
+    def serve(params=GREEDY):
+        with compilations() as during:
+            outputs = llm.generate([[1, 2, 3]], params, progress=False)
+        return outputs[0].outputs[0].token_ids, any("_run" in message for message in during)
+
+    ahead = llm.engine._runner.pick()
+    expected = serve()
+    llm.engine.reset()
+    assert serve() == expected and not expected[1]
+    assert llm.engine._runner.pick() is ahead is not None
+    _, is_compiled = serve(BeamSearchParams(beam_width=2, max_tokens=2))
+    assert is_compiled and llm.engine._runner.pick() is None
+    llm.engine.reset()
+    assert serve() == expected
+
+
+def test_params_go_to_the_default_device_of_the_thread_that_asks(tmp_path):
+    other = jax.devices()[1]
+    with jax.default_device(other):
+        llm = LLM(llama(tmp_path), **SIZES)
+        outputs = llm.generate([[1, 2, 3]], progress=False)
+    places = {tuple(x.devices()) for x in jax.tree.leaves((llm.engine.params, llm.engine.state))}
+    assert places == {(other,)} and outputs[0].outputs[0].token_ids
 
 
 def test_what_loading_raises_is_raised_and_leaves_no_thread(monkeypatch, tmp_path):

@@ -28,6 +28,7 @@ from paged_jax.checks import check_int
 from paged_jax.config import EngineConfig, token_widths
 from paged_jax.engine import registry
 from paged_jax.engine.counters import Counters
+from paged_jax.engine.custody import Custody
 from paged_jax.engine.dispatch import (
     Dispatch,
     Programs,
@@ -39,15 +40,14 @@ from paged_jax.engine.dispatch import (
 )
 from paged_jax.engine.exclusive import exclusive
 from paged_jax.engine.intake import Intake
-from paged_jax.engine.later import Successor
 from paged_jax.engine.report import STEPS_PER_DISPATCH, Report, Update
 from paged_jax.engine.requests import Output, Request, to_beams, to_rows
 from paged_jax.engine.roots import Roots, find_root, with_new_roots
+from paged_jax.engine.runner import Runner
 from paged_jax.engine.start import start
 from paged_jax.engine.step import EngineState, init_state
 from paged_jax.errors import (
     ConfigError,
-    EngineClosedError,
     InvalidRequestError,
     NoProgressError,
 )
@@ -104,18 +104,15 @@ class Engine(Intake):
         self.widths = token_widths(config, widths)
         self._programs: Programs = compile_programs(graphdef, self.widths)
         later = None if later_widths is None else token_widths(config, later_widths)
-        self._successor = Successor(graphdef, later)  # of the program that runs
-        if load is None:
-            self.params, state = params, init_state(config, model)
-        else:
-            started = start(load, config, graphdef, params, self.widths, self._programs.run)
-            self.params, state, self._successor.first = started
+        run = self._programs.run
+        self.params, state, first = start(load, config, graphdef, params, self.widths, run)
+        self._runner = Runner(first, graphdef, later)
         super().__init__(state, model, seed)
         self.counters: Counters | None = None  # as of the last report
         self._graphdef = graphdef
         self._flying: deque[Dispatch] = deque()  # on their way, not collected yet
         self._roots = Roots()
-        self._lost_in: str | None = None  # the call in which the state was lost
+        self._custody = Custody()
 
     # ---------------------------------------------------------------- params and cached contents
 
@@ -126,10 +123,8 @@ class Engine(Intake):
         Running requests go on with what they have computed. Raises ConfigError, and changes
         nothing, for other shapes or dtypes.
         """
-        self._check_open()
+        self._custody.check()
         check_like(params, self.params)
-        if _shardings(params) != _shardings(self.params):
-            self._successor.forget()
         new_roots = with_new_roots(self._roots)
         of_rows = np.full(self.config.num_rows, -1, np.int32)
         for row, output in self._requests.rows.items():
@@ -145,7 +140,7 @@ class Engine(Intake):
     @exclusive
     def reset_prefix_cache(self) -> bool:
         """Forget all cached contents. False, and nothing is changed, while blocks are in use."""
-        self._check_open()
+        self._custody.check()
         self._settle()
         cache = self.state.cache  # not donated: what is made beside it is kept in one assignment
         if int(cache.pool.num_free) < cache.pool.num_blocks - 1:
@@ -168,7 +163,7 @@ class Engine(Intake):
         Raises NoProgressError when requests wait, none runs and none can be admitted.
         """
         max_steps = check_int("max_steps", max_steps, 1, None, error=InvalidRequestError)
-        self._check_open()
+        self._custody.check()
         self._collect_all()
         while max_steps > 0 and self._has_unfinished():
             self._dispatch(max_steps)
@@ -206,14 +201,15 @@ class Engine(Intake):
         self._collect()
 
     def _collect(self) -> None:
-        self._check_open()
+        self._custody.check()
         if not self._flying:
             return
         dispatch, requests = self._flying[0], self._requests
         try:
             report: Report = jax.device_get(dispatch.report)
         except Exception:
-            self._lost_in = "collect"  # what the device could not compute, the state hangs on, too
+            # What the device could not compute, the state hangs on, too.
+            self._custody.lost_in = "collect"
             raise
         self.counters = report.counters
         # A row that has ended since then, and perhaps makes another output, is left out.
@@ -244,7 +240,7 @@ class Engine(Intake):
 
         Returns why there is none, or None where it serves from now on.
         """
-        return self._successor.wait()
+        return self._runner.wait()
 
     def is_flying(self) -> bool:
         """Return whether a dispatch is on its way."""
@@ -254,7 +250,7 @@ class Engine(Intake):
 
     def is_closed(self) -> bool:
         """Return whether the state was lost in a call that was interrupted: `reset` is needed."""
-        return self._lost_in is not None
+        return self._custody.lost_in is not None
 
     @exclusive
     def reset(self) -> None:
@@ -267,18 +263,18 @@ class Engine(Intake):
         self._reset()
 
     def _reset(self) -> None:
-        self._lost_in = "reset"
+        self._custody.lost_in = "reset"
         config = self.config
         for array in jax.tree.leaves(self.state):
             array.delete()  # room for the new ones
         self._flying.clear()
-        self._successor.forget()
         registry.requeue(self._requests)
         state = init_state(config, nnx.merge(self._graphdef, self.params))
         if self.counters is not None:
             state = state.replace(counters=jax.tree.map(jnp.asarray, self.counters))
         self.state = state
-        self._lost_in = None
+        self._runner.refit(self.params, state)
+        self._custody.lost_in = None
 
     @exclusive
     def reopen(self) -> None:
@@ -286,29 +282,8 @@ class Engine(Intake):
         if self.is_closed():
             self._reset()
 
-    def _check_open(self) -> None:
-        if self._lost_in is not None:
-            raise EngineClosedError(
-                f"engine: its state was lost when {self._lost_in} was interrupted or failed; "
-                "engine.reset() goes on with new pages, and keeps all requests"
-            )
-
     def _donate[T](self, call: str, program: Callable[[], T], keep: Callable[[T], None]) -> None:
-        """Run a program that consumes the state, and keep what it returns.
-
-        The engine is closed where the old state is gone and it is not sure that the new one is
-        kept, with all that belongs to it.
-        """
-        self._check_open()
-        self._lost_in = call
-        try:
-            result = program()
-        except BaseException:
-            if not any(array.is_deleted() for array in jax.tree.leaves(self.state)):
-                self._lost_in = None  # it was not begun
-            raise
-        keep(result)
-        self._lost_in = None
+        self._custody.donate(call, self.state, program, keep)
 
     def _start(self, max_steps: int) -> None:
         outputs = dict(self._requests.rows)
@@ -321,10 +296,10 @@ class Engine(Intake):
 
         def program() -> tuple[EngineState, Report]:
             args = self.params, self.state, steps, is_aborted
-            return self._successor.call(self._programs.run, *args)
+            return self._runner.run(self._programs.run, *args)
 
         self._donate("dispatch", program, keep)
-        self._successor.prepare(self.params, self.state, steps, is_aborted)
+        self._runner.prepare(self.params, self.state, steps, is_aborted)
 
     def _fill_rows(self) -> None:
         """Give empty rows to the requests at the head of the queue."""
@@ -346,9 +321,10 @@ class Engine(Intake):
         widths = [each.beam_width for each in params if isinstance(each, BeamSearchParams)]
         if widths:
             seqs = sequences.make_room_for_beams(self.state.seqs, max(widths))
-            if jax.tree.structure(seqs) != jax.tree.structure(self.state.seqs):
-                self._successor.forget()
+            is_wider = jax.tree.structure(seqs) != jax.tree.structure(self.state.seqs)
             self.state = self.state.replace(seqs=seqs)
+            if is_wider:
+                self._runner.refit(self.params, self.state)
 
     def _settle(self) -> None:
         """Let abandoned requests give their blocks back where no live one runs the engine."""
@@ -356,10 +332,6 @@ class Engine(Intake):
         if registry.aborted_rows(self._requests) and not self._has_unfinished():
             self._start(0)
             self._collect_all()
-
-
-def _shardings(params: Any) -> list[Any]:
-    return [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params)]
 
 
 def _check_progress(waiting: list[int], unwanted: list[int]) -> None:

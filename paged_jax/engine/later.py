@@ -28,10 +28,9 @@ except ImportError:  # Windows
     fcntl = None
 
 import jax
-from flax import nnx
 
 from paged_jax.engine import stored_programs
-from paged_jax.engine.dispatch import compile_programs, shapes_of
+from paged_jax.engine.dispatch import compile_programs
 from paged_jax.engine.stored_programs import Spec
 
 NICE = 10  # priority of the other process: it compiles in what the one that serves leaves
@@ -42,63 +41,11 @@ LOCK = "paged-jax-later.lock"  # in the cache folder
 PATIENCE = 10
 
 
-class Successor:
-    """What takes over from an engine's program: the same, of other widths. None without widths.
-
-    Attributes:
-        first: serves until then, if it is there: the engine's program, compiled ahead.
-    """
-
-    def __init__(self, graphdef: nnx.GraphDef, widths: tuple[int, ...] | None):
-        self.first: Callable | None = None
-        self._graphdef, self._widths = graphdef, widths
-        self._compilation: Compilation | None = None
-
-    def pick(self, run: Callable) -> Callable:
-        """Return the successor if it is ready, else what was compiled ahead, else `run`."""
-        ready = None if self._compilation is None else self._compilation.program
-        return ready or self.first or run
-
-    def call(self, run: Callable, *args: Any) -> Any:
-        """Call what `pick` returns; `run` where that was compiled for arguments of other places."""
-        ahead = self.pick(run)
-        if ahead is run:
-            return run(*args)
-        try:
-            return ahead(*args)
-        except (TypeError, ValueError):  # before anything was donated
-            self.first = self._compilation = self._widths = None
-            return run(*args)
-
-    def prepare(self, *args: Any) -> None:
-        """Begin to compile it for arguments of such shapes, if that was not begun.
-
-        Nothing is begun where an argument is not on the first device alone.
-        """
-        if self._widths is not None and self._compilation is None:
-            if any(_is_elsewhere(x) for x in jax.tree.leaves(args)):
-                self._widths = None
-                return
-            spec = Spec(self._graphdef, self._widths, shapes_of(args), stored_programs.settings())
-            self._compilation = Compilation(spec)
-
-    def forget(self) -> None:
-        """Forget what was compiled: the next arguments may have other shapes."""
-        self.first = self._compilation = None
-
-    def wait(self) -> str | None:
-        """Wait until what was begun has ended; returns why there is no successor, None if one."""
-        if self._compilation is None:
-            return "nothing was begun"
-        self._compilation.is_wanted.set()
-        self._compilation.thread.join()
-        return self._compilation.problem
-
-
 class Compilation:
     """A program on its way.
 
     Attributes:
+        spec: what it is made of.
         program: what was compiled, once it is ready.
         problem: why it could not be.
         thread: waits for the other process, then reads what that has compiled.
@@ -106,11 +53,18 @@ class Compilation:
     """
 
     def __init__(self, spec: Spec):
+        self.spec = spec
         self.program: Callable | None = None
         self.problem: str | None = None
         self.is_wanted = threading.Event()
         self.thread = threading.Thread(target=self._compile, args=(spec,), daemon=True)
         self.thread.start()
+
+    def wait(self) -> str | None:
+        """Wait until it has ended; returns why there is no program, None if there is one."""
+        self.is_wanted.set()
+        self.thread.join()
+        return self.problem
 
     def _compile(self, spec: Spec) -> None:
         try:
@@ -197,8 +151,3 @@ def wait_for_turn(folder: str, parent: int) -> bool:
     except OSError:
         return True  # a folder elsewhere
     return os.getppid() == parent
-
-
-def _is_elsewhere(x: Any) -> bool:
-    """Return whether an array is not on the first device alone."""
-    return isinstance(x, jax.Array) and x.devices() != {jax.devices()[0]}

@@ -12,39 +12,49 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from paged_jax.arrays import keep_default_device
 from paged_jax.config import EngineConfig
 from paged_jax.engine import stored_programs
 from paged_jax.engine.dispatch import run_args, shapes_of
+from paged_jax.engine.runner import Ahead
 from paged_jax.engine.step import EngineState, init_state
 from paged_jax.engine.stored_programs import Spec
 
 
 class Started(NamedTuple):
-    """What an engine needs for its first dispatch."""
+    """What an engine needs for its first dispatch.
+
+    Attributes:
+        first: the program; None where it is compiled at the first dispatch.
+    """
 
     params: Any
     state: EngineState
-    program: jax.stages.Compiled
+    first: Ahead | None
 
 
 def start(
-    load: Callable[[], Any],
+    load: Callable[[], Any] | None,
     config: EngineConfig,
     graphdef: nnx.GraphDef,
-    shapes: Any,
+    params: Any,
     widths: tuple[int, ...],
     run: Any,
 ) -> Started:
-    """Load the params, which have such shapes, and make an idle state and the program of `run`.
+    """Load the params, which have the shapes of `params`, make an idle state and compile `run`.
 
-    Calls of `run` find the program, too, unless it had been stored.
+    Without `load`, `params` are the params, and nothing is compiled ahead. Calls of `run` find the
+    program, too, unless it had been stored.
     """
-    model = nnx.merge(graphdef, shapes)
+    model = nnx.merge(graphdef, params)
+    if load is None:
+        return Started(params, init_state(config, model), None)
+    shapes = params
     state_shapes = jax.eval_shape(lambda: init_state(config, model))
     args = (shapes, state_shapes, *run_args(config, 0, []))
     spec = Spec(graphdef, widths, shapes_of(args), stored_programs.settings())
     with ThreadPoolExecutor(2) as threads:
-        loaded = threads.submit(load)
+        loaded = threads.submit(keep_default_device(load))
         place = stored_programs.find_place(spec)
         stored = threads.submit(stored_programs.load, place)
         state = init_state(config, model)
@@ -53,4 +63,4 @@ def start(
             loaded.result()  # raises before something is compiled in vain
         if program is None:
             program = stored_programs.compile_and_save(spec, run, place)
-        return Started(loaded.result(), state, program)
+        return Started(loaded.result(), state, Ahead(spec.shapes, program))

@@ -35,11 +35,11 @@ def test_it_takes_over_and_gives_the_same_tokens(cache_folder):
     engine = make_engine(widths=(9,), later_widths=(1, 2, 4, 9))
     first = serve(engine)
     assert engine.finish_compiling() is None, engine.finish_compiling()
-    ready = engine._successor.pick(engine._programs.run)
-    assert ready is not engine._programs.run
+    ready = engine._runner.pick()
+    assert ready is not None
     compiled = engine._programs.run._cache_size()
     calls = []
-    engine._successor._compilation.program = lambda *args: calls.append(1) or ready(*args)
+    engine._runner._compilation.program = lambda *args: calls.append(1) or ready(*args)
     assert serve(engine) == first and calls
     assert engine._programs.run._cache_size() == compiled
     # Beams make the state wider: the first program serves again, and another one is begun.

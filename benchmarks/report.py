@@ -21,7 +21,8 @@ from script import describe_machine
 PLACE = Path(__file__).parent
 README = PLACE / "README.md"
 BEGIN, END = "<!-- tables: written by report.py -->", "<!-- end of tables -->"
-LIMIT = 3600  # seconds a script
+LIMIT = 5400  # seconds a script
+PEERS = "vllm,llama,hf,hf-cb,ours,ours-default"
 SHORT = {name: ["--quick"] for name in ("waste", "policies", "sharing")} | {
     "peers": ["--repeats", "1"]
 }
@@ -34,7 +35,7 @@ def scripts(folder: Path) -> dict[str, list[str]]:
         "waste": ["--out", waste],
         "policies": ["--calibrate", "--real", "--out", policies],
         "sharing": [],
-        "peers": ["--workloads", "S,W1,W2,W3", "--peers", "vllm,llama,ours,ours-default"],
+        "peers": ["--workloads", "S,W1,W2,W3", "--peers", PEERS],
         "bookkeeping": [],
         "step": ["--quick"],
         "prefix": ["--quick"],

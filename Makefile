@@ -78,7 +78,7 @@ format: $(READY)
 	$(RUN) -m ruff format .
 	$(RUN) -m ruff check --fix .
 
-# Meant for half an hour on two cores with nothing beside it; writes benchmarks/README.md. What `peers.py make` has not made is left
+# 32 minutes on two cores with nothing beside it; writes benchmarks/README.md. What `peers.py make` has not made is left
 # out. Without --quick the peers alone take 40 minutes.
 bench: $(READY)
 	$(RUN) benchmarks/report.py --quick

@@ -46,11 +46,7 @@ from paged_jax.engine.roots import Roots, find_root, with_new_roots
 from paged_jax.engine.runner import Runner
 from paged_jax.engine.start import start
 from paged_jax.engine.step import EngineState, init_state
-from paged_jax.errors import (
-    ConfigError,
-    InvalidRequestError,
-    NoProgressError,
-)
+from paged_jax.errors import ConfigError, InvalidRequestError, NoProgressError
 from paged_jax.sampling.parameters import BeamSearchParams
 from paged_jax.scheduling import sequences
 from paged_jax.scheduling.sequences import FINISHED, WAITING
@@ -104,8 +100,9 @@ class Engine(Intake):
         self.widths = token_widths(config, widths)
         self._programs: Programs = compile_programs(graphdef, self.widths)
         later = None if later_widths is None else token_widths(config, later_widths)
-        run = self._programs.run
-        self.params, state, first = start(load, config, graphdef, params, self.widths, run)
+        self.params, state, first = start(
+            load, config, model, graphdef, params, self.widths, self._programs.run
+        )
         self._runner = Runner(first, graphdef, later)
         super().__init__(state, model, seed)
         self.counters: Counters | None = None  # as of the last report
@@ -273,7 +270,6 @@ class Engine(Intake):
         if self.counters is not None:
             state = state.replace(counters=jax.tree.map(jnp.asarray, self.counters))
         self.state = state
-        self._runner.refit(self.params, state)
         self._custody.lost_in = None
 
     @exclusive
@@ -321,10 +317,9 @@ class Engine(Intake):
         widths = [each.beam_width for each in params if isinstance(each, BeamSearchParams)]
         if widths:
             seqs = sequences.make_room_for_beams(self.state.seqs, max(widths))
-            is_wider = jax.tree.structure(seqs) != jax.tree.structure(self.state.seqs)
+            if jax.tree.structure(seqs) != jax.tree.structure(self.state.seqs):
+                self._runner.forget()
             self.state = self.state.replace(seqs=seqs)
-            if is_wider:
-                self._runner.refit(self.params, self.state)
 
     def _settle(self) -> None:
         """Let abandoned requests give their blocks back where no live one runs the engine."""

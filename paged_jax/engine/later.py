@@ -45,7 +45,6 @@ class Compilation:
     """A program on its way.
 
     Attributes:
-        spec: what it is made of.
         program: what was compiled, once it is ready.
         problem: why it could not be.
         thread: waits for the other process, then reads what that has compiled.
@@ -53,7 +52,6 @@ class Compilation:
     """
 
     def __init__(self, spec: Spec):
-        self.spec = spec
         self.program: Callable | None = None
         self.problem: str | None = None
         self.is_wanted = threading.Event()

@@ -4,11 +4,11 @@
     first        compiled ahead for an engine's first arguments, or read from the cache folder
     successor    of other widths, once another process has compiled it (`later`)
 
-All compute the same. The last of them that fits serves.
+All compute the same. The last of them that is there serves.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from flax import nnx
@@ -17,17 +17,6 @@ from paged_jax.engine import stored_programs
 from paged_jax.engine.dispatch import shapes_of
 from paged_jax.engine.later import Compilation
 from paged_jax.engine.stored_programs import Spec
-
-
-class Ahead(NamedTuple):
-    """A program that was compiled before its first call.
-
-    Attributes:
-        shapes: of the arguments that it takes.
-    """
-
-    shapes: tuple[Any, ...]
-    call: Callable
 
 
 class Runner:
@@ -39,7 +28,7 @@ class Runner:
     """
 
     def __init__(
-        self, first: Ahead | None, graphdef: nnx.GraphDef, later_widths: tuple[int, ...] | None
+        self, first: Callable | None, graphdef: nnx.GraphDef, later_widths: tuple[int, ...] | None
     ):
         self._first, self._graphdef, self._later_widths = first, graphdef, later_widths
         self._compilation: Compilation | None = None  # of the successor
@@ -59,22 +48,11 @@ class Runner:
         """Return the program that serves; None where it is the jitted function."""
         if self._compilation is not None and self._compilation.program is not None:
             return self._compilation.program
-        return None if self._first is None else self._first.call
+        return self._first
 
-    def refit(self, *args: Any) -> None:
-        """Forget what was compiled for other shapes than those of the first arguments from now on.
-
-        `refit(params, wider state)`: both programs go; the successor is begun again.
-        """
-        shapes = shapes_of(args)
-
-        def fits(compiled_for: tuple[Any, ...]) -> bool:
-            return _are_equal(compiled_for[: len(shapes)], shapes)
-
-        if self._first is not None and not fits(self._first.shapes):
-            self._first = None
-        if self._compilation is not None and not fits(self._compilation.spec.shapes):
-            self._compilation = None
+    def forget(self) -> None:
+        """Forget what was compiled: the next arguments have other shapes."""
+        self._first = self._compilation = None
 
     def prepare(self, *args: Any) -> None:
         """Begin to compile the successor for arguments of such shapes, if that was not begun.
@@ -93,11 +71,6 @@ class Runner:
     def wait(self) -> str | None:
         """Wait until what was begun has ended; returns why there is no successor, None if one."""
         return "nothing was begun" if self._compilation is None else self._compilation.wait()
-
-
-def _are_equal(shapes: Any, others: Any) -> bool:
-    same = jax.tree.structure(shapes) == jax.tree.structure(others)
-    return same and jax.tree.leaves(shapes) == jax.tree.leaves(others)
 
 
 def _is_elsewhere(x: Any) -> bool:

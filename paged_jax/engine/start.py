@@ -16,7 +16,6 @@ from paged_jax.arrays import keep_default_device
 from paged_jax.config import EngineConfig
 from paged_jax.engine import stored_programs
 from paged_jax.engine.dispatch import run_args, shapes_of
-from paged_jax.engine.runner import Ahead
 from paged_jax.engine.step import EngineState, init_state
 from paged_jax.engine.stored_programs import Spec
 
@@ -30,12 +29,13 @@ class Started(NamedTuple):
 
     params: Any
     state: EngineState
-    first: Ahead | None
+    first: jax.stages.Compiled | None
 
 
 def start(
     load: Callable[[], Any] | None,
     config: EngineConfig,
+    model: Any,
     graphdef: nnx.GraphDef,
     params: Any,
     widths: tuple[int, ...],
@@ -43,15 +43,13 @@ def start(
 ) -> Started:
     """Load the params, which have the shapes of `params`, make an idle state and compile `run`.
 
-    Without `load`, `params` are the params, and nothing is compiled ahead. Calls of `run` find the
-    program, too, unless it had been stored.
+    `model` is the decoder that graphdef and params make. Without `load`, `params` are the params,
+    and nothing is compiled ahead. Calls of `run` find the program, too, unless it had been stored.
     """
-    model = nnx.merge(graphdef, params)
     if load is None:
         return Started(params, init_state(config, model), None)
-    shapes = params
     state_shapes = jax.eval_shape(lambda: init_state(config, model))
-    args = (shapes, state_shapes, *run_args(config, 0, []))
+    args = (params, state_shapes, *run_args(config, 0, []))
     spec = Spec(graphdef, widths, shapes_of(args), stored_programs.settings())
     with ThreadPoolExecutor(2) as threads:
         loaded = threads.submit(keep_default_device(load))
@@ -63,4 +61,4 @@ def start(
             loaded.result()  # raises before something is compiled in vain
         if program is None:
             program = stored_programs.compile_and_save(spec, run, place)
-        return Started(loaded.result(), state, Ahead(spec.shapes, program))
+        return Started(loaded.result(), state, program)

@@ -79,7 +79,7 @@ format: $(READY)
 	$(RUN) -m ruff check --fix .
 
 # 32 minutes on two cores with nothing beside it; writes benchmarks/README.md. What `peers.py make` has not made is left
-# out. Without --quick the peers alone take 40 minutes.
+# out. Without --quick the peers alone took 40 minutes, and that was without transformers.
 bench: $(READY)
 	$(RUN) benchmarks/report.py --quick
 

@@ -5,16 +5,8 @@ The PagedAttention paper (SOSP 2023, section 6.3) measured 6 to 10 % saved by sh
 sampling of short prompts, and 37 to 55 % for beam search.
 """
 
-import os
-from pathlib import Path
-
-import jax
-
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "paged-jax"
-jax.config.update("jax_compilation_cache_dir", str(CACHE))
-
-from paged_jax import LLM, BeamSearchParams, SamplingParams  # noqa: E402
-from paged_jax.arrays import ceil_div  # noqa: E402
+from paged_jax import LLM, BeamSearchParams, SamplingParams
+from paged_jax.arrays import ceil_div
 
 BLOCK_SIZE, PROMPT_TOKENS, NEW_TOKENS, WIDTH = 16, 250, 64, 8
 TEXT = (

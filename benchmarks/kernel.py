@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 
 from paged_jax.kernels import plan_attention, ragged_paged_attention
 from paged_jax.kernels.paged_attention import dispatch
+from paged_jax.kernels.target_device import target_device_kind
 
 BATCHES = (1, 8, 64, 256)
 CONTEXTS = (512, 4096, 32_768)
@@ -195,7 +196,7 @@ def print_header(group: int, dtype, bandwidth: float) -> None:
     """Print what is measured, on what device."""
     q, pages = _queries(1, group, dtype), jnp.zeros((1, BLOCK_SIZE, KV_HEADS, HEAD_DIM), dtype)
     problem = dispatch.Problem.of(q, pages, None, None)
-    picked = dispatch.pick_for_cuda(problem, dispatch.target_device_kind())
+    picked = dispatch.pick_for_cuda(problem, target_device_kind())
     device = jax.devices()[0].device_kind
     print(f"jax {jax.__version__} on {device}; copy: {bandwidth / 1e12:.2f} TB/s (measured)")
     heads = f"{KV_HEADS} KV heads, {group} query heads each, head_dim {HEAD_DIM}"

@@ -77,10 +77,13 @@ def _attend(arrays, index, *, sinks, **options):
 
 
 def _attend_to_each(arrays, index, *, options, implementation):
-    return [
-        _attend(a, index, implementation=implementation, **o)
-        for a, o in zip(arrays, options, strict=True)
-    ]
+    """Call the kernel for each, one after another: merged, the small kernels around them spill."""
+    results = []
+    for a, o in zip(arrays, options, strict=True):
+        result = _attend(a, index, implementation=implementation, **o)
+        index, result = jax.lax.optimization_barrier((index, result))
+        results.append(result)
+    return results
 
 
 def _compile_calls(device: str, implementation: str, made, xla_options):
@@ -111,7 +114,9 @@ def _check(device, implementation, combinations, record_property, options=NO_SPI
     start = time.monotonic()
     program = read(_compile(device, implementation, combinations, options).as_text())
     kernels = attention_kernels(list(program.computations.values()))
-    assert len(kernels) == len(combinations)
+    # Beside the kernel of single rows one of tiles, where there are more tokens than sequences.
+    tokens = [_arguments(number, *c)[0][0].shape[0] for number, c in enumerate(combinations)]
+    assert len(kernels) == sum(1 + (n > SEQS) for n in tokens)
     seconds = time.monotonic() - start
     text = f"{device}, {implementation}: {len(kernels)} kernels in {seconds:.0f} s, no spills"
     record_property("measured", f"{text} ({combinations[0]} to {combinations[-1]})")
@@ -166,7 +171,7 @@ def test_every_combination_of_mosaic_compiles_for_an_h200(
         [int(n) for n in re.findall(pattern, said)]
         for pattern in (r"(\d+) bytes spill stores", r"Used (\d+) registers")
     )
-    assert len(spills) == len(combinations) and not any(spills)
+    assert len(spills) >= len(combinations) and not any(spills)
     record_property("measured", f"... up to {max(registers)} registers")
 
 
@@ -210,7 +215,8 @@ def test_layers_write_in_place_and_attend_without_a_copy_of_a_page(head_dim, ker
     compiled = cuda.compile_for("h200", steps, *arguments, donate_argnums=0)
     text = compiled.as_text()
     program = read(text)
-    assert len(attention_kernels(list(program.computations.values()))) == LAYERS
+    kernels = attention_kernels(list(program.computations.values()))
+    assert len(kernels) == LAYERS * (1 + (num_tokens > SEQS))
     assert kernel in text
     assert [
         line for _, line in whole_array_ops(program, program.in_loops(), lambda s: BLOCKS in s.dims)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer, Num
 
+from ..target_device import target_device_kind
 from . import dispatch
 from .checks import AnyArray, check_attention, check_factor, check_scales, check_window
 from .dispatch import Implementation
@@ -197,7 +198,7 @@ def _choose(
 
     They are one function where the platform does not matter.
     """
-    device_kind = None if interpret else dispatch.target_device_kind()
+    device_kind = None if interpret else target_device_kind()
     if implementation is None:
         on_cuda = dispatch.pick_for_cuda(problem, device_kind)
         return partial(_run, on_cuda, scoring, False), partial(_run, "xla", scoring, False)

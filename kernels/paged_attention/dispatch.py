@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Literal, NamedTuple, get_args
 
-import jax
 import jax.numpy as jnp
 
 from . import xla, xla_cpu  # noqa: F401  of plain JAX; a trace would import them
@@ -83,6 +82,11 @@ COVERAGE = {
         devices="Hopper (sm_90a)",
     ),
 }
+MULTIPROCESSORS = {  # of other kinds 132, as of an H100, H200
+    **{"A100": 108, "A10": 72, "A10G": 80, "L4": 58, "L40": 142, "L40S": 142, "4090": 128},
+    **{"H20": 78, "B200": 148, "GB200": 148, "B300": 160, "GB300": 160, "5090": 170},
+}
+INTERPRETED_PROGRAMS = 3  # an interpreter runs one after the other, dead ones too
 MOST_HEADS = 64  # query heads of one KV head: rows of one program
 
 
@@ -182,17 +186,6 @@ def pick_for_cuda(problem: Problem, device_kind: str | None) -> str:
     return next(name for name in PREFERENCE if not why_not(name, problem, device_kind))
 
 
-def target_device_kind() -> str | None:
-    """Return the kind of GPU that is compiled for, if it is known while a function is traced."""
-    mesh_device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if mesh_device is not None:
-        return mesh_device.device_kind if mesh_device.platform in ("gpu", "cuda") else None
-    device = jax.config.jax_default_device  # a device, or the name of a platform
-    if device is None or isinstance(device, str):
-        device = jax.local_devices(backend=device)[0]
-    return device.device_kind if getattr(device, "platform", "") in ("gpu", "cuda") else None
-
-
 def is_hopper(device_kind: str) -> bool:
     """Return whether the kind is a GPU of compute capability 9.0."""
     return _is_listed(device_kind, HOPPER)
@@ -204,6 +197,14 @@ def has_fp8_conversion(device_kind: str | None) -> bool:
     It came with compute capability 8.9. A device that is not known counts as one without it.
     """
     return device_kind is not None and _is_listed(device_kind, CONVERTS_FP8)
+
+
+def num_programs(device_kind: str | None, resident: int, is_interpreted: bool) -> int:
+    """Return how many programs a device runs at once, `resident` on each multiprocessor."""
+    if is_interpreted:
+        return INTERPRETED_PROGRAMS
+    words = (device_kind or "").replace("-", " ").split()
+    return resident * next((n for kind, n in MULTIPROCESSORS.items() if kind in words), 132)
 
 
 def _is_listed(device_kind: str, words: tuple[str, ...]) -> bool:

@@ -19,11 +19,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .combine import combine, num_splits
+from ..target_device import target_device_kind
+from . import dispatch
+from .combine import Partials
+from .in_splits import Kernel, attend_in_splits
 from .mosaic_gpu_kernel import run_program
 from .mosaic_gpu_program import CHUNK, ROWS, Static, scratch_types
 from .plan import AttentionPlan
 from .scoring import Scales, Scoring
+from .splits import LINE_GROUP, Work
 from .tiles import QueryTiles
 
 
@@ -42,72 +46,61 @@ def attend(
     Tests pass the interpreter's parameters as `interpret`, so that it looks for races.
     """
     assert scales.k is None and scales.v is None, "dispatch.py does not let scales through"
-    block_size, kv_heads = k_pages.shape[1:3]
-    tiles = plan.every.tiles
+    kv_heads, head_dim = k_pages.shape[2:]
     heads = pl.next_power_of_2(q.shape[1] // kv_heads)
-    rows = min(tiles.size, ROWS // heads)
-    parts = pl.cdiv(tiles.size, rows)
     # Shared memory holds the rings of two programs of head_dim 64, of one of 128.
-    programs, resident = tiles.seq.shape[0] * parts * kv_heads, 128 // q.shape[2]
-    splits = num_splits(programs, plan.tables.shape[1] * block_size, CHUNK, resident)
-    if interpret is True:
-        interpret = plgpu.InterpretGPUParams()
-    static = Static(rows, heads, parts, splits, scoring, interpret or None)
-    return _attend(q, k_pages, v_pages, plan, sinks, static)
+    device_kind, resident = target_device_kind(), 128 // head_dim
+    programs = dispatch.num_programs(device_kind, resident, bool(interpret))
+    params = plgpu.InterpretGPUParams() if interpret is True else interpret or None
+
+    def rows(tile: int) -> int:
+        return min(tile, ROWS // heads)
+
+    def run(strips: QueryTiles, work: Work, tile: int, num_lines: int) -> Partials:
+        static = Static(rows(tile), heads, programs, num_lines, scoring, params)
+        return _run(q, k_pages, v_pages, plan.tables, strips, work, static)
+
+    kernel = Kernel(run=run, heads=heads, rows=rows, chunk=lambda _: CHUNK)
+    return attend_in_splits(q, kv_heads, k_pages.shape[1], plan, sinks, kernel, bool(interpret))
 
 
 # Jitted, so that the layers of a decoder share one trace.
 @partial(jax.jit, static_argnames="static")
-def _attend(q, k_pages, v_pages, plan: AttentionPlan, sinks, static: Static):
+def _run(q, k_pages, v_pages, tables, strips: QueryTiles, work: Work, static: Static) -> Partials:
     block_size, kv_heads, head_dim = k_pages.shape[1:]
-    tiles, size, splits = plan.every.tiles, static.size, static.splits
-    programs = tiles.seq.shape[0] * static.parts
-    partial_dtype = q.dtype if splits == 1 and sinks is None else jnp.dtype(jnp.float32)
+    groups = kv_heads, static.num_lines // LINE_GROUP, LINE_GROUP
     call = plgpu.kernel(
         partial(run_program, static=static),
         out_type=(
-            jax.ShapeDtypeStruct((splits, programs, kv_heads, size, head_dim), partial_dtype),
-            jax.ShapeDtypeStruct((splits, programs, kv_heads, size), jnp.float32),
+            jax.ShapeDtypeStruct((*groups, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct(groups, jnp.float32),
         ),
-        scratch_types=scratch_types(block_size, head_dim, q.dtype, partial_dtype),
-        grid=(programs, kv_heads, splits),
-        grid_names=("program", "kv_head", "split"),
+        scratch_types=scratch_types(block_size, head_dim, q.dtype),
+        grid=(static.programs,),
+        grid_names=("program",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=static.interpret,
     )
-    rows = _cut_rows(q, tiles, kv_heads, static)
+    rows = _cut_rows(q, strips, kv_heads, static)
     with jax.named_scope("paged_attention"):
-        index = plan.tables, tiles.seq, tiles.num_rows, tiles.position
-        out, lse = (_varying_as(q, x) for x in call(*index, rows, k_pages, v_pages))
-    out, lse = (_by_token(x, plan, q.shape[1], static) for x in (out, lse))
-    return combine(out, lse, sinks, plan.place.is_owned, q.dtype)
+        index = tables, strips.seq, strips.num_rows, strips.position
+        results = call(*index, *work, rows, k_pages, v_pages)
+    out, lse = (_varying_as(q, x) for x in results)
+    return Partials(out.reshape(kv_heads, -1, head_dim), lse.reshape(kv_heads, -1))
 
 
-def _cut_rows(q, tiles: QueryTiles, kv_heads: int, static: Static):
-    """Cut out the query rows of each program, [programs, KV, size, D].
+def _cut_rows(q, strips: QueryTiles, kv_heads: int, static: Static):
+    """Cut out the query rows of each strip, [strips, KV, size, D].
 
     Row after row, the heads of each padded to a power of two, then padding up to `static.size`.
 
     Example, rows a and b with 3 heads of a KV head: [a0, a1, a2, 0, b0, b1, b2, 0].
     """
-    rows = jnp.arange(static.parts * static.rows, dtype=jnp.int32)
-    token = jnp.clip(tiles.start[:, None] + rows[None], 0, q.shape[0] - 1)
-    rows = q[token].reshape(-1, static.rows, kv_heads, q.shape[1] // kv_heads, q.shape[2])
+    token = jnp.clip(strips.start[:, None] + strips.offsets[None], 0, q.shape[0] - 1)
+    rows = q[token].reshape(*token.shape, kv_heads, q.shape[1] // kv_heads, q.shape[2])
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, static.heads - rows.shape[3]), (0, 0)))
     rows = rows.transpose(0, 2, 1, 3, 4).reshape(rows.shape[0], kv_heads, -1, q.shape[2])
     return jnp.pad(rows, ((0, 0), (0, 0), (0, static.size - rows.shape[2]), (0, 0)))
-
-
-def _by_token(x, plan: AttentionPlan, num_heads: int, static: Static):
-    """Gather [splits, T, H, ...] from [splits, programs, KV, size, ...], which is by program."""
-    kv_heads, place = x.shape[2], plan.place
-    program = place.tile * static.parts + place.offset // static.rows
-    x = x[:, :, :, : static.rows * static.heads]
-    x = x.reshape(*x.shape[:3], static.rows, static.heads, *x.shape[4:])
-    x = x[:, program, :, place.offset % static.rows, : num_heads // kv_heads]
-    # The axis of index arrays with a slice between them comes first.
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(*x.shape[:2], num_heads, *x.shape[4:])
 
 
 def _varying_as(q, x):

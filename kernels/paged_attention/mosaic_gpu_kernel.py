@@ -1,9 +1,9 @@
 """The Pallas Mosaic GPU kernel of `mosaic_gpu.py`.
 
-A program (`mosaic_gpu_program.py`) walks over its split of the context in chunks of keys, with an
-online softmax. K and V come a page at a time through TMA into a ring of chunks in shared memory;
-the block table is read a chunk ahead of the copies that need it. Both products are WGMMA, 64 rows
-wide.
+A program (`mosaic_gpu_program.py`) takes units of work in turn, and walks over each one's split of
+a context in chunks of keys, with an online softmax. K and V come a page at a time through TMA into
+a ring of chunks in shared memory; the block table is read a chunk ahead of the copies that need it.
+Both products are WGMMA, 64 rows wide.
 
 Decode is bound by memory: a chunk of 64 tokens of head_dim 128 takes 0.9 us at an H200's bandwidth
 per multiprocessor, and about 1000 cycles of this warpgroup, so what a second warpgroup for the
@@ -24,13 +24,14 @@ from .mosaic_gpu_program import (
     RING,
     ROWS,
     Kernel,
-    Program,
     Refs,
     Scratch,
     Static,
-    share_context,
+    Unit,
+    locate_unit,
 )
 from .scoring import LOG2_E, LOWEST
+from .splits import LINE_GROUP
 
 
 class Sums(NamedTuple):
@@ -42,32 +43,30 @@ class Sums(NamedTuple):
 
 
 def run_program(*refs, static: Static, **smem) -> None:
-    """Attend from the rows of one program to one split of its context, if it has any row."""
-    refs = Refs(*refs)
-    number, kv_head, split = (lax.axis_index(name) for name in ("program", "kv_head", "split"))
-    tile = lax.div(number, jnp.int32(static.parts))
-    first_row = lax.rem(number, jnp.int32(static.parts)) * static.rows
-    num_rows = jnp.minimum(refs.counts[tile] - first_row, static.rows)
+    """Do the units of work of one program."""
+    refs, scratch = Refs(*refs), Scratch(**smem)
+    first = lax.axis_index("program")
+    num_units = refs.num_splits[0] * refs.k.shape[2]
+    trips = pl.cdiv(jnp.maximum(num_units - first, 0), jnp.int32(static.programs))
 
-    @pl.when(num_rows > 0)
-    def attend():
-        block_size = refs.k.shape[1]
-        seq, position = refs.seqs[tile], refs.positions[tile] + first_row
-        place = number, kv_head, split, seq, position
-        program = Program(*place, *share_context(position, num_rows, split, static, block_size))
-        _attend(Kernel(refs, Scratch(**smem), static, program))
+    def run(trip, carry):
+        unit = locate_unit(first + trip * static.programs, refs, static)
+        _attend(Kernel(refs, scratch, static, unit))
+        return carry
+
+    lax.fori_loop(0, trips, run, jnp.int32(0))
 
 
 def _attend(kernel: Kernel) -> None:
-    """Run the loop over the context, with copies RING - 1 chunks ahead of it."""
-    refs, smem, static, program = kernel
-    queries = refs.q.at[program.number, program.kv_head]
+    """Run the loop over the context of a unit, with copies RING - 1 chunks ahead of it."""
+    refs, smem, static, unit = kernel
+    queries = refs.q.at[unit.strip, unit.kv_head]
     plgpu.copy_gmem_to_smem(queries, smem.q.at[pl.ds(0, static.size)], smem.q_ready)
     for chunk in range(RING - 1):
-        pl.when(chunk < program.chunks)(partial(_read_and_load, kernel, chunk))
+        pl.when(chunk < unit.chunks)(partial(_read_and_load, kernel, chunk))
     plgpu.barrier_wait(smem.q_ready)
     start = _start_sums(refs.k.shape[3])
-    sums = lax.fori_loop(0, program.chunks, partial(_add_chunk, kernel), start)
+    sums = lax.fori_loop(0, unit.chunks, partial(_add_chunk, kernel), start)
     _write(kernel, *_finish(sums))
 
 
@@ -83,17 +82,16 @@ def _read_table(kernel: Kernel, chunk) -> list[Array]:
 
     Example, pages of 16, blocks 0 to 5 in the context: chunk 1 has the blocks [4, 5, 5, 5].
     """
-    program, pages = kernel.program, CHUNK // kernel.refs.k.shape[1]
-    columns = (program.first_block + chunk * pages + j for j in range(pages))
+    unit, pages = kernel.unit, CHUNK // kernel.refs.k.shape[1]
+    columns = (unit.column + chunk * pages + j for j in range(pages))
     return [
-        kernel.refs.tables[program.seq, jnp.clip(column, 0, program.last_block)]
-        for column in columns
+        kernel.refs.tables[unit.seq, jnp.clip(column, 0, unit.last_column)] for column in columns
     ]
 
 
 def _load(kernel: Kernel, chunk, blocks: list[Array]) -> None:
     """Start the copies of a chunk's K and V into its place in the ring."""
-    refs, smem, kv_head = kernel.refs, kernel.smem, kernel.program.kv_head
+    refs, smem, kv_head = kernel.refs, kernel.smem, kernel.unit.kv_head
     slot, block_size = lax.rem(chunk, jnp.int32(RING)), refs.k.shape[1]
     for j, block in enumerate(blocks):
         at = slot, pl.ds(j * block_size, block_size)
@@ -114,12 +112,12 @@ def _start_sums(head_dim: int) -> Sums:
 
 def _add_chunk(kernel: Kernel, i, sums: Sums) -> Sums:
     """Add chunk i of the context to the sums, and start the copies of the chunk RING - 1 ahead."""
-    smem, program = kernel.smem, kernel.program
+    smem, unit = kernel.smem, kernel.unit
     slot, ahead = lax.rem(i, jnp.int32(RING)), i + (RING - 1)
     # Used further down: the copies that need them must not wait for them.
     blocks = _read_table(kernel, ahead)
     plgpu.barrier_wait(smem.k_ready.at[slot])
-    scores = _mask(_score(kernel, slot), i, program, kernel.static)
+    scores = _mask(_score(kernel, slot), i, unit, kernel.static)
     top = jnp.maximum(sums.top, scores.max(axis=1))
     # A row that has seen no key adds weights of 1, and drops them once it sees one.
     weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
@@ -128,13 +126,13 @@ def _add_chunk(kernel: Kernel, i, sums: Sums) -> Sums:
     weights_slot = lax.rem(i, jnp.int32(2))
     smem.weights[weights_slot] = weights.astype(smem.weights.dtype)
     plgpu.barrier_wait(smem.v_ready.at[slot])
-    first = program.start + i * CHUNK
-    has_outside = (first < program.first_key) | (first + CHUNK > program.end_key)
+    first = unit.start + i * CHUNK
+    has_outside = (first < unit.first_key) | (first + CHUNK > unit.end_key)
     pl.when(has_outside)(partial(_clear_outside, kernel, slot, first))
     # Makes the stores visible to WGMMA, and is a barrier: from here on nothing reads the chunk
     # before this one.
     plgpu.commit_smem()
-    pl.when(ahead < program.chunks)(partial(_load, kernel, ahead, blocks))
+    pl.when(ahead < unit.chunks)(partial(_load, kernel, ahead, blocks))
     summed = _multiply(smem.weights.at[weights_slot], smem.v.at[slot])
     return Sums(top, total, sums.acc * lax.broadcast_in_dim(decay, summed.shape, [0]) + summed)
 
@@ -149,11 +147,11 @@ def _score(kernel: Kernel, slot) -> Array:
     return scores
 
 
-def _mask(scores, i, program: Program, static: Static) -> Array:
+def _mask(scores, i, unit: Unit, static: Static) -> Array:
     """Return scores in units of log 2, LOWEST where a row does not see a key."""
-    keys = program.start + i * CHUNK + _iota(scores.shape, 1)
-    query = program.position + lax.div(_iota(scores.shape, 0), jnp.int32(static.heads))
-    visible = (keys <= query) & (keys < program.end_key)
+    keys = unit.start + i * CHUNK + _iota(scores.shape, 1)
+    query = unit.position + lax.div(_iota(scores.shape, 0), jnp.int32(static.heads))
+    visible = (keys <= query) & (keys < unit.end_key)
     if static.scoring.window is not None:
         visible &= keys > query - static.scoring.window
     return jnp.where(visible, scores * LOG2_E, LOWEST)
@@ -161,10 +159,10 @@ def _mask(scores, i, program: Program, static: Static) -> Array:
 
 def _clear_outside(kernel: Kernel, slot, first) -> None:
     """Replace the values of a chunk by 0 where no row sees them: they may be NaN."""
-    smem, program = kernel.smem, kernel.program
+    smem, unit = kernel.smem, kernel.unit
     v = plgpu.load(smem.v.at[slot], layout=plgpu.Layout.WGMMA)
     keys = first + _iota(v.shape, 0)
-    is_inside = (keys >= program.first_key) & (keys < program.end_key)
+    is_inside = (keys >= unit.first_key) & (keys < unit.end_key)
     smem.v[slot] = jnp.where(is_inside, v, jnp.zeros_like(v))
 
 
@@ -189,15 +187,22 @@ def _finish(sums: Sums) -> tuple[Array, Array]:
 
 
 def _write(kernel: Kernel, out, lse) -> None:
-    """Write the results through shared memory."""
-    refs, smem, static, program = kernel
-    smem.out[...] = out.astype(smem.out.dtype)
+    """Write the results through shared memory, the groups of lines that there are."""
+    smem, static, unit = kernel.smem, kernel.static, kernel.unit
+    smem.out[...] = out
     smem.lse[...] = lse
     plgpu.commit_smem()
-    rows, place = pl.ds(0, static.size), (program.split, program.number, program.kv_head)
-    plgpu.copy_smem_to_gmem(smem.out.at[rows], refs.out.at[place])
-    plgpu.copy_smem_to_gmem(smem.lse.at[rows], refs.lse.at[place])
+    for group in range(static.size // LINE_GROUP):
+        pl.when(group < unit.groups)(partial(_write_group, kernel, group))
     plgpu.wait_smem_to_gmem(0)
+
+
+def _write_group(kernel: Kernel, group: int) -> None:
+    """Write a group of lines. It is whole in the results, too: TMA stores whole tiles."""
+    refs, smem, _, unit = kernel
+    lines, place = pl.ds(group * LINE_GROUP, LINE_GROUP), (unit.kv_head, unit.first_group + group)
+    plgpu.copy_smem_to_gmem(smem.out.at[lines], refs.out.at[place])
+    plgpu.copy_smem_to_gmem(smem.lse.at[lines], refs.lse.at[place])
 
 
 def _tanh(x) -> Array:

@@ -1,7 +1,7 @@
-"""What a program of the Mosaic GPU kernel is: its sizes, operands, shared memory and context.
+"""What a program of the Mosaic GPU kernel is: its sizes, operands, shared memory, units of work.
 
-A program is one warpgroup. It takes the query rows of one tile, or of a part of it, for all query
-heads of one KV head, and its split of the context: a page is read once for the heads of its group.
+A program is one warpgroup. It takes units in turn: the query rows of a strip, for all query heads
+of one KV head, and a split of their context. So a page is read once for the heads of its group.
 """
 
 from functools import partial
@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from .combine import share_of_context
 from .scoring import Scoring
+from .splits import LINE_GROUP
 
 ROWS = 64  # of a WGMMA
 CHUNK = 64  # tokens of context in one trip of the loop
@@ -25,23 +25,23 @@ class Static(NamedTuple):
     """What a compiled kernel is made for, besides the shapes of its operands.
 
     Attributes:
-        rows: query tokens of a program.
-        heads: query heads of a program, padded to a power of two.
-        parts: programs that share a tile.
-        splits: programs that share a context.
+        rows: query tokens of a strip.
+        heads: query heads of a KV head, padded to a power of two.
+        programs: programs in all.
+        num_lines: lines of results of a KV head.
     """
 
     rows: int
     heads: int
-    parts: int
-    splits: int
+    programs: int
+    num_lines: int
     scoring: Scoring
     interpret: plgpu.InterpretGPUParams | None
 
     @property
     def size(self) -> int:
-        """Return the rows that are read and written; shared memory is laid out in eights."""
-        return pl.cdiv(self.rows * self.heads, 8) * 8
+        """Return the lines of a strip, in whole groups."""
+        return pl.cdiv(self.rows * self.heads, LINE_GROUP) * LINE_GROUP
 
 
 class Refs(NamedTuple):
@@ -51,6 +51,11 @@ class Refs(NamedTuple):
     seqs: Any
     counts: Any
     positions: Any
+    strips: Any
+    split_starts: Any
+    split_ends: Any
+    first_lines: Any
+    num_splits: Any
     q: Any
     k: Any
     v: Any
@@ -72,25 +77,27 @@ class Scratch(NamedTuple):
     v_ready: Any
 
 
-class Program(NamedTuple):
-    """What a program attends from and to.
+class Unit(NamedTuple):
+    """A unit of work: a KV head, and a split of what the rows of a strip see.
 
     Its queries are at `position` and the positions after it. The keys that some of them sees are
-    `first_key` to `end_key - 1`; the program's split of them begins at `start`, in the block
-    `first_block` of its sequence, and has so many `chunks`.
+    `first_key` to `end_key - 1`; the first of its `chunks` begins at `start`. Its `groups` of lines
+    in the results begin with `first_group`. `column` and `last_column` are the first and the last
+    block of its sequence.
     """
 
-    number: Array
+    strip: Array
     kv_head: Array
-    split: Array
     seq: Array
     position: Array
     first_key: Array | int
     end_key: Array
     start: Array
     chunks: Array
-    first_block: Array
-    last_block: Array
+    column: Array
+    last_column: Array
+    first_group: Array
+    groups: Array
 
 
 class Kernel(NamedTuple):
@@ -99,10 +106,10 @@ class Kernel(NamedTuple):
     refs: Refs
     smem: Scratch
     static: Static
-    program: Program
+    unit: Unit
 
 
-def scratch_types(block_size: int, head_dim: int, dtype, partial_dtype) -> dict[str, Any]:
+def scratch_types(block_size: int, head_dim: int, dtype) -> dict[str, Any]:
     """Return the types of `Scratch`, by name."""
     pages = CHUNK // block_size  # each arrives on its own
     ready = partial(plgpu.Barrier, num_arrivals=pages, num_barriers=RING)
@@ -111,7 +118,7 @@ def scratch_types(block_size: int, head_dim: int, dtype, partial_dtype) -> dict[
         k=_tiled((RING, CHUNK, head_dim), dtype),
         v=_tiled((RING, CHUNK, head_dim), dtype),
         weights=_tiled((2, ROWS, CHUNK), dtype),
-        out=_tiled((ROWS, head_dim), partial_dtype),
+        out=_tiled((ROWS, head_dim), jnp.float32),
         lse=plgpu.SMEM((ROWS,), jnp.float32),
         q_ready=plgpu.Barrier(),
         k_ready=ready(),
@@ -127,17 +134,30 @@ def _tiled(shape: tuple[int, ...], dtype):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def share_context(position, num_rows, split, static: Static, block_size: int) -> tuple:
-    """Return the fields of `Program` from `first_key` on.
+def locate_unit(number, refs: Refs, static: Static) -> Unit:
+    """Return the unit of a number; KV heads come first.
 
-    Example, rows 130 and 131, no window, pages of 16, 2 splits, split 1: 3 chunks, of which the
-    first split takes 2. Keys 0 to 131, start 128, 1 chunk, blocks 8 to 8.
+    Example, rows 130 and 131, no window, pages of 16, a split from key 128 on, 4 heads: keys 128 to
+    131, 1 chunk, columns 8 to 8, 1 group of lines.
     """
-    window = static.scoring.window
-    end_key = position + num_rows
+    block_size, kv_heads = jnp.int32(refs.k.shape[1]), jnp.int32(refs.k.shape[2])
+    split = lax.div(number, kv_heads)
+    strip, start, end_key = (
+        ref[split] for ref in (refs.strips, refs.split_starts, refs.split_ends)
+    )
+    position, window = refs.positions[strip], static.scoring.window
     first_key = 0 if window is None else jnp.maximum(position - (window - 1), 0)
-    last_block = lax.div(end_key - 1, jnp.int32(block_size))
-    sizes = static.splits, CHUNK, block_size
-    start, chunks = share_of_context(jnp.int32(first_key), end_key, split, *sizes)
-    first_block = lax.div(start, jnp.int32(block_size))
-    return first_key, end_key, start, chunks, first_block, last_block
+    return Unit(
+        strip=strip,
+        kv_head=lax.rem(number, kv_heads),
+        seq=refs.seqs[strip],
+        position=position,
+        first_key=first_key,
+        end_key=end_key,
+        start=start,
+        chunks=pl.cdiv(end_key - start, jnp.int32(CHUNK)),
+        column=lax.div(start, block_size),
+        last_column=lax.div(end_key - 1, block_size),
+        first_group=lax.div(refs.first_lines[split], jnp.int32(LINE_GROUP)),
+        groups=pl.cdiv(refs.counts[strip] * static.heads, jnp.int32(LINE_GROUP)),
+    )

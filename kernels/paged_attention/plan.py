@@ -38,17 +38,20 @@ class AttentionPlan:
         tables: the block tables, every id inside the pool.
         every: all sequences in tiles of C rows; C is 1 where one token a sequence is the rule.
         wide: the sequences with more than one query row in tiles of C rows, and their items.
-        single: the sequences with one query row, in groups. All rows where C is 1.
-        place, wide_place, single_place: where each token is in those tiles.
+        rows: the sequences with one query row, a tile each. All rows where C is 1.
+        single: these in groups.
+        place, wide_place, row_place, single_place: where each token is in those tiles.
         planned: what the plan was made for.
     """
 
     tables: Int[Array, "S M"]
     every: Walk
     wide: tuple[QueryTiles, Items]
+    rows: QueryTiles
     single: RowGroups
     place: Rows
     wide_place: Rows
+    row_place: Rows
     single_place: Rows
     planned: Planned = field(metadata=dict(static=True))
 
@@ -115,15 +118,18 @@ def plan_attention(
     sequences = _Sequences(cu_q_lens, kv_lens, tables, planned)
     bound = max_tiles(num_tokens, seqs, size)
     wide = sequences.walk(many, size, bound)
-    single = group_rows(sequences.walk(one, 1, min(num_tokens, seqs)), tables, block_size)
-    single_place = locate_rows(num_tokens, one, cu_q_lens, 1)
+    rows = sequences.walk(one, 1, min(num_tokens, seqs))
+    single = group_rows(rows, tables, block_size)
+    row_place = locate_rows(num_tokens, one, cu_q_lens, 1)
     return AttentionPlan(
         tables=tables,
         every=sequences.walk(q_lens, size, bound),
         wide=(wide.tiles, list_items(wide, tables, block_size, TILE_CHUNK)),
+        rows=rows.tiles,
         single=single,
         place=locate_rows(num_tokens, q_lens, cu_q_lens, size),
         wide_place=locate_rows(num_tokens, many, cu_q_lens, size),
-        single_place=single_place._replace(tile=single.rank[single_place.tile]),
+        row_place=row_place,
+        single_place=row_place._replace(tile=single.rank[row_place.tile]),
         planned=planned,
     )

@@ -1,7 +1,7 @@
 """The Pallas-Triton kernel of `triton.py`.
 
-A program (`triton_program.py`) walks over its split of the context in chunks of keys, with an
-online softmax.
+A program (`triton_program.py`) takes units of work in turn, and walks over each one's split of a
+context in chunks of keys, with an online softmax.
 
 Page ids are int32 and stay one coordinate of several: Pallas multiplies them out in 64 bits where
 the pool takes more than 4 GiB (`wraps` in `dispatch.py` is where that comes too late).
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
@@ -24,13 +25,13 @@ from .triton_program import (
     Blocking,
     Context,
     Lines,
-    Program,
     Refs,
     Static,
+    Unit,
     broadcast,
+    locate_context,
     locate_lines,
     locate_pieces,
-    share_context,
 )
 
 
@@ -43,11 +44,11 @@ class Keys(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """What the trips of the loop over the context share."""
+    """What the trips of the loop over a context share."""
 
     refs: Refs
     static: Static
-    program: Program
+    unit: Unit
     context: Context
     seq: Array
     position: Array
@@ -66,31 +67,42 @@ class Sums(NamedTuple):
 
 
 def run_program(*refs, static: Static, has_scale: tuple[bool, ...]) -> None:
-    """Attend from the rows of one program to one split of its context."""
+    """Do the units of work of one program."""
     refs = Refs.of(refs, has_scale)
+    first = pl.program_id(0)
+    num_units = refs.num_splits[0] * refs.k.shape[2]
+    trips = pl.cdiv(jnp.maximum(num_units - first, 0), jnp.int32(static.programs))
+
+    def run(trip, carry):
+        _run_unit(refs, static, Unit.of(refs, first + trip * static.programs))
+        return carry
+
+    lax.fori_loop(0, trips, run, jnp.int32(0))
+
+
+def _run_unit(refs: Refs, static: Static, unit: Unit) -> None:
+    """Attend from the rows of a strip to one split of their context."""
     blocking, scoring = static.blocking, static.scoring
-    program = Program.here(static)
     pieces = blocking.pieces()
-    num_rows, lines = locate_lines(refs, program, blocking)
-    seq = refs.seqs[program.tile]
-    position = refs.positions[program.tile] + program.first_row
+    lines = locate_lines(refs, unit, blocking)
+    position = refs.positions[unit.strip]
     loop = Loop(
         refs=refs,
         static=static,
-        program=program,
-        seq=seq,
+        unit=unit,
+        seq=refs.seqs[unit.strip],
         position=position,
         row=lines.row,
         query=_read_query(refs, lines, pieces),
         pieces=pieces,
-        context=share_context(position, num_rows, program, static, refs.k.shape[1]),
+        context=locate_context(refs, unit, position, static),
         factor=scoring.scale * refs.k_scale[0] if _is_scalar(refs.k_scale) else scoring.scale,
     )
     sums = lax.fori_loop(0, loop.context.chunks, partial(_add_chunk, loop), _start_sums(blocking))
     factor, lse = _finish(sums, refs)
     # Read and computed again: what is held across the loop takes registers from it.
-    _, lines = locate_lines(refs, program, blocking)
-    _write(sums.acc, factor, lse, refs, program, lines, pieces)
+    lines = locate_lines(refs, unit, blocking)
+    _write(sums.acc, factor, lse, refs, unit, lines, pieces)
 
 
 def _read_query(refs: Refs, lines: Lines, pieces: list[Array]) -> list[Array]:
@@ -133,7 +145,7 @@ def _locate_keys(loop: Loop, i) -> Keys:
     entry = loop.refs.tables.at[broadcast(keys.shape, loop.seq, column)]
     block = pltriton.load(entry, mask=is_inside, other=0)
     offset = lax.rem(keys, jnp.int32(block_size))
-    return Keys(keys, is_inside, (block, offset, loop.program.kv_head))
+    return Keys(keys, is_inside, (block, offset, loop.unit.kv_head))
 
 
 def _score(loop: Loop, keys: Keys):
@@ -214,15 +226,14 @@ def _finish(sums: Sums, refs: Refs) -> tuple[Array, Array]:
     return factor, jnp.where(has_key, lse, -jnp.inf)
 
 
-def _write(acc, factor, lse, refs: Refs, program: Program, lines: Lines, pieces) -> None:
+def _write(acc, factor, lse, refs: Refs, unit: Unit, lines: Lines, pieces) -> None:
     """Write the means and the log-sum-exp of the live lines."""
-    _, token, head, is_live = lines
-    place = broadcast(is_live.shape, program.split, token, head)
-    pltriton.store(refs.lse.at[place], lse, mask=is_live)
-    places = locate_pieces(refs, is_live, pieces, program.split, token[:, None], head[:, None])
+    line = unit.line + jnp.arange(lines.row.shape[0], dtype=jnp.int32)
+    place = broadcast(line.shape, unit.kv_head, line)
+    pltriton.store(refs.lse.at[place], lse, mask=lines.is_live)
+    places = locate_pieces(refs, lines.is_live, pieces, unit.kv_head, line[:, None])
     for a, (place, mask) in zip(acc, places, strict=True):
-        out = (a * factor[:, None]).astype(refs.out.dtype)
-        pltriton.store(refs.out.at[place], out, mask=mask)
+        pltriton.store(refs.out.at[place], a * factor[:, None], mask=mask)
 
 
 def _dot(a, b) -> Array:

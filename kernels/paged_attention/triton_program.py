@@ -1,9 +1,9 @@
-"""What a program of the Triton kernel is: its sizes, operands, coordinates, lines and context.
+"""What a program of the Triton kernel is: its sizes, operands, units of work, lines and context.
 
-A program takes the query rows of one tile, or of a part of it, for all query heads of one KV head:
-a page is read once for the heads of its group. Its products have one line for each row and head,
-[rows x heads of the group, D], padded to powers of two, which is what Triton computes on. Padding
-is masked where it is read and where it is written.
+A program takes units in turn: the query rows of a strip, for all query heads of one KV head, and a
+split of their context. So a page is read once for the heads of its group. Its products have one
+line for each row and head, [rows x heads of the group, D], padded to powers of two, which is what
+Triton computes on. Padding is masked where it is read and where it is written.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-from .combine import share_of_context
 from .scoring import Scoring
 
 
@@ -43,10 +42,6 @@ class Blocking(NamedTuple):
         """Return the lines of the products; a matrix instruction wants 16."""
         return max(16, self.rows * self.heads)
 
-    def parts(self, tile: int) -> int:
-        """Return how many programs share a tile of `tile` query tokens."""
-        return pl.cdiv(tile, self.rows)
-
     def pieces(self) -> list[Array]:
         """Return the dimensions of each piece: [0 to 31, 32 to 63] for width 64 in pieces of 32."""
         starts = range(0, self.width, self.piece)
@@ -57,8 +52,8 @@ class Static(NamedTuple):
     """What a compiled kernel is made for, besides the shapes of its operands."""
 
     blocking: Blocking
-    tile_size: int
-    splits: int
+    programs: int
+    num_lines: int
     scoring: Scoring
     has_fp8_conversion: bool
     interpret: bool
@@ -72,6 +67,11 @@ class Refs(NamedTuple):
     starts: Any
     counts: Any
     positions: Any
+    strips: Any
+    split_starts: Any
+    split_ends: Any
+    first_lines: Any
+    num_splits: Any
     q: Any
     k: Any
     v: Any
@@ -84,34 +84,36 @@ class Refs(NamedTuple):
     def of(cls, refs: tuple, has_scale: tuple[bool, ...]) -> "Refs":
         """Return references that come in order, without those of the scales that there are not."""
         *operands, out, lse = refs
-        scales = iter(operands[8:])
+        scales = iter(operands[13:])
         k_scale, v_scale = (next(scales) if has else None for has in has_scale)
-        return cls._make([*operands[:8], k_scale, v_scale, out, lse])
+        return cls._make([*operands[:13], k_scale, v_scale, out, lse])
 
 
-class Program(NamedTuple):
-    """The coordinates of a program: its KV head, its split of the context, its part of a tile."""
+class Unit(NamedTuple):
+    """A unit of work: a KV head and a split. `strip` has its rows, `line` is its first result."""
 
     kv_head: Array
     split: Array
-    tile: Array
-    first_row: Array
+    strip: Array
+    line: Array
 
     @classmethod
-    def here(cls, static: Static) -> "Program":
-        """Return the coordinates of the program that runs."""
-        kv_head, split = pl.program_id(1), pl.program_id(2)
-        parts = jnp.int32(static.blocking.parts(static.tile_size))
-        tile = lax.div(pl.program_id(0), parts)
-        first_row = lax.rem(pl.program_id(0), parts) * static.blocking.rows
-        return cls(kv_head, split, tile, first_row)
+    def of(cls, refs: Refs, number) -> "Unit":
+        """Return the unit of a number; KV heads come first."""
+        kv_heads = jnp.int32(refs.k.shape[2])
+        split = lax.div(number, kv_heads)
+        # Volatile, or the compiler would keep what it read before the loop.
+        strip, line = (
+            pltriton.load(ref.at[split], volatile=True) for ref in (refs.strips, refs.first_lines)
+        )
+        return cls(lax.rem(number, kv_heads), split, strip, line)
 
 
 class Lines(NamedTuple):
     """What each line of the products is for.
 
     Attributes:
-        row: query row within the program.
+        row: query row within the strip.
         token: that row among the T flattened tokens.
         head: query head.
         is_live: whether there is such a row and head; the other lines are padding.
@@ -124,10 +126,10 @@ class Lines(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The keys that some row of a program sees: `first_key` to `end_key - 1`.
+    """The keys of a split that some row of its strip sees: `first_key` to `end_key - 1`.
 
-    Its split of them begins at `start` and has so many `chunks`. Outside of the context nothing is
-    read, so that a NaN there is 0 here.
+    The first chunk begins at `start`. Outside of the context nothing is read, so that a NaN there
+    is 0 here.
     """
 
     first_key: Array
@@ -136,23 +138,21 @@ class Context(NamedTuple):
     chunks: Array
 
 
-def locate_lines(refs: Refs, program: Program, blocking: Blocking) -> tuple[Array, Lines]:
-    """Return how many rows the program has, and its lines.
+def locate_lines(refs: Refs, unit: Unit, blocking: Blocking) -> Lines:
+    """Return the lines of a unit.
 
     Example, 2 rows of 3 heads, padded to 4: row [0, 0, 0, 0, 1, 1, 1, 1], head of the group
     [0, 1, 2, 3, 0, 1, 2, 3], and the lines of head 3 are not live.
     """
     # Volatile, or the compiler would keep what it read before the loop.
-    count, start = (
-        pltriton.load(ref.at[program.tile], volatile=True) for ref in (refs.counts, refs.starts)
+    num_rows, start = (
+        pltriton.load(ref.at[unit.strip], volatile=True) for ref in (refs.counts, refs.starts)
     )
-    num_rows = jnp.minimum(count - program.first_row, blocking.rows)
     line = jnp.arange(blocking.size, dtype=jnp.int32)
     row, head = (op(line, jnp.int32(blocking.heads)) for op in (lax.div, lax.rem))
     group = refs.q.shape[1] // refs.k.shape[2]
     is_live = (row < num_rows) & (head < group)
-    token, head = start + program.first_row + row, program.kv_head * group + head
-    return num_rows, Lines(row, token, head, is_live)
+    return Lines(row, start + row, unit.kv_head * group + head, is_live)
 
 
 def locate_pieces(refs: Refs, is_live: Array, pieces: list[Array], *at: Array) -> list:
@@ -165,17 +165,13 @@ def locate_pieces(refs: Refs, is_live: Array, pieces: list[Array], *at: Array) -
     ]
 
 
-def share_context(position, num_rows, program: Program, static: Static, block_size) -> Context:
-    """Return the context of the program's rows, from the window's first key to the last row's own.
-
-    It is empty where there is no row.
-    """
+def locate_context(refs: Refs, unit: Unit, position, static: Static) -> Context:
+    """Return the context of a unit's rows, the first of which is at `position`."""
     window = static.scoring.window
     first_key = jnp.int32(0 if window is None else jnp.maximum(position - (window - 1), 0))
-    end_key = jnp.where(num_rows > 0, position + num_rows, 0)
-    sizes = static.splits, static.blocking.chunk, block_size
-    start, chunks = share_of_context(first_key, end_key, program.split, *sizes)
-    return Context(first_key, end_key, start, chunks)
+    start, end_key = refs.split_starts[unit.split], refs.split_ends[unit.split]
+    chunks = pl.cdiv(end_key - start, jnp.int32(static.blocking.chunk))
+    return Context(jnp.maximum(first_key, start), end_key, start, chunks)
 
 
 def broadcast(shape: tuple[int, ...], *at) -> tuple[Array, ...]:

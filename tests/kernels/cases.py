@@ -13,11 +13,11 @@ from jax.experimental import pallas as pl
 from reference import reference_attention
 
 from paged_jax.kernels.paged_attention import (
-    combine,
     dispatch,
     items,
     mosaic_gpu,
     plan,
+    splits,
     triton,
     xla,
 )
@@ -172,7 +172,7 @@ SMALL_CHUNKS = {
     items: dict(GROUP_SIZE=3, ROW_CHUNK=32),
     plan: dict(TILE_CHUNK=48),
     xla: dict(ALL_TILES_DECODE_CHUNK=32, ALL_TILES_WIDE_CHUNK=48),
-    combine: dict(MIN_CHUNKS=1),  # contexts are split over programs
+    splits: dict(SHORTEST_SPLIT=64, SHORTEST_WIDE_SPLIT=64),  # contexts are split over programs
 }
 _compiled = {}
 

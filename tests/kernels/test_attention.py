@@ -164,8 +164,10 @@ def test_a_row_gives_the_same_numbers_whoever_its_neighbours_are(form):
     heads = WINDOWED_FOR[form]
     batch = make_batch(heads, [(1, 77), (40, 90), (1, 3)], **MIXED)
     alone = with_arrays(batch, num_seqs=np.int32(1))
-    together = attend(form, heads, batch)
-    np.testing.assert_array_equal(attend(form, heads, alone)[0][0], together[0][0])
+    got, want = (np.asarray(attend(form, heads, x)[0][0]) for x in (batch, alone))
+    # On a CPU rows that share their context are multiplied by it together, which may round.
+    rounding = 1e-6 if form == "cpu" else 0
+    np.testing.assert_allclose(got, want, rtol=rounding, atol=rounding)
 
 
 # The Pallas interpreters do not know explicit meshes; what is compiled does

@@ -123,7 +123,8 @@ def _lower_for(kind, dtype, *, platform="cuda", **options) -> str:
 )
 def test_lowered_for_a_gpu_none_is_its_kernel(kind, want):
     text = _lower_for(kind, jnp.bfloat16)
-    assert ("triton" in text, "mosaic_gpu" in text) == (want == "triton", want == "mosaic_gpu")
+    is_triton = 'name = "paged_attention"' in text  # the splits are combined by Triton in any case
+    assert (is_triton, "mosaic_gpu" in text) == (want == "triton", want == "mosaic_gpu")
 
 
 def test_lowered_for_another_platform_none_is_xla():

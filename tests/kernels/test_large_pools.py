@@ -35,7 +35,9 @@ def _triton_module(blocks: int, dtype) -> str:
 
     def visit(op):
         if op.name == "stablehlo.custom_call" and "mhlo.backend_config" in op.attributes:
-            found.append(op.attributes["mhlo.backend_config"]["ir"].value_bytes)
+            config = op.attributes["mhlo.backend_config"]
+            if config["name"].value == "paged_attention":
+                found.append(config["ir"].value_bytes)
         return ir.WalkResult.ADVANCE
 
     lowered.compiler_ir().operation.walk(visit)

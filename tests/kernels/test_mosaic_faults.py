@@ -39,14 +39,14 @@ def _run(capfd):
     """Return whether the kernel ran to its end, without a race, to the result of the reference."""
     # Contexts longer than the ring of chunks, or a missed wait finds its data there anyway.
     batch = make_batch(HEADS, [(1, 600), (1, 30)], num_tokens=2, num_seqs=2, table_width=40)
-    mosaic_gpu._attend.clear_cache()
+    mosaic_gpu._run.clear_cache()
     try:
         got = cases.run(batch.arrays, None, Scales(), Scoring(HEADS.head_dim**-0.5), "mosaic_gpu")
         assert_matches(HEADS, jax.block_until_ready(got), expected(HEADS, batch))
     except (AssertionError, jax.errors.JaxRuntimeError):
         return False
     finally:
-        mosaic_gpu._attend.clear_cache()
+        mosaic_gpu._run.clear_cache()
         _forget_the_run()
     # jax 0.11.2 prints some races that it does not raise.
     return "RACE DETECTED" not in "".join(capfd.readouterr())

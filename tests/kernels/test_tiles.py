@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels import plan_attention
-from paged_jax.kernels.paged_attention.combine import share_of_context
 from paged_jax.kernels.paged_attention.items import share_items
 from paged_jax.kernels.paged_attention.tiles import (
     cut_tiles,
@@ -173,24 +172,3 @@ def test_an_item_is_shared_if_all_rows_that_have_blocks_there_have_the_same():
         groups = plan_attention(4, *index, num_blocks=81, block_size=16, window=None).single
         assert groups.blocks.shape[1:] == (4, 12)
         assert np.asarray(groups.is_shared)[: int(groups.num_items)].tolist() == shared
-
-
-@pytest.mark.parametrize("block_size, chunk", [(16, 64), (5, 32), (64, 64)])
-@pytest.mark.parametrize("splits", [1, 3, 8])
-def test_splits_share_out_a_context_once_and_nothing_before_its_first_block(
-    block_size, chunk, splits
-):
-    for first_key, end_key in ((0, 0), (0, 1), (0, 700), (63, 64), (130, 131), (130, 900)):
-        parts = [
-            [
-                int(x)
-                for x in share_of_context(
-                    jnp.int32(first_key), jnp.int32(end_key), s, splits, chunk, block_size
-                )
-            ]
-            for s in range(splits)
-        ]
-        keys = [key for start, chunks in parts for key in range(start, start + chunks * chunk)]
-        start = first_key // block_size * block_size
-        assert keys == list(range(start, start + pl.cdiv(max(end_key - start, 0), chunk) * chunk))
-        assert max(n for _, n in parts) == pl.cdiv(sum(n for _, n in parts), splits)

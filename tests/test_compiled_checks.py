@@ -6,7 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from compiled.checks import count_kernels, page_faults, steady_faults
+from compiled.checks import (
+    count_kernels,
+    host_reads,
+    page_faults,
+    steady_faults,
+    whole_array_ops,
+)
 from compiled.program import Shape, read
 from paged_jax.arrays import read_before_write
 
@@ -123,6 +129,45 @@ def test_counts_known_loops_by_their_trips_and_the_branch_taken():
     )
     kernels = count_kernels(program, program.computations["step"])
     assert [loop.name for loop in kernels.open_loops] == ["rare"] and kernels.total == 9
+
+
+def test_counts_the_predicates_that_the_host_reads():
+    program = read(MODULE)
+    assert host_reads(program, program.computations["step"]) == 2  # of %rare and of %token
+    assert host_reads(program, program.entry) == 1
+
+
+CHOICE = """
+HloModule jit_f
+
+%write (t: (f32[7,2])) -> (f32[7,2]) {
+  %t = (f32[7,2]{1,0}) parameter(0)
+  %x = f32[7,2]{1,0} get-tuple-element(%t), index=0
+  %y = f32[7,2]{1,0} scatter(%x)
+  ROOT %out = (f32[7,2]{1,0}) tuple(%y)
+}
+
+%keep (t: (f32[7,2])) -> (f32[7,2]) {
+  %t = (f32[7,2]{1,0}) parameter(0)
+  %x = f32[7,2]{1,0} get-tuple-element(%t), index=0
+  ROOT %out = (f32[7,2]{1,0}) tuple(%x)
+}
+
+ENTRY %main (n: s32[], t: (f32[7,2])) -> (f32[7,2]) {
+  %n = s32[] parameter(0)
+  %t = (f32[7,2]{1,0}) parameter(1)
+  ROOT %token = (f32[7,2]{1,0}) conditional(%n, %t, %t), branch_computations={%write, %keep}
+}
+"""
+
+
+def test_finds_a_conditional_of_which_a_branch_hands_pages_on():
+    def faults(text):
+        program = read(text)
+        return whole_array_ops(program, [program.entry], lambda shape: shape.size >= 14)
+
+    assert [line.split(":")[0] for _, line in faults(CHOICE)] == ["conditional around f32[7,2]"]
+    assert faults(CHOICE.replace("{%write, %keep}", "{%write, %write}")) == []
 
 
 def test_finds_a_copy_in_a_loop_but_for_steady_decode_not_in_the_events():

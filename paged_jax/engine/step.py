@@ -1,12 +1,13 @@
 """The engine as a value, and one decoding step as a pure function of it.
 
-    schedule -> copy pages -> for the first token width that holds the step's tokens:
-                                  grow tables, build batch, run decoder, sample, append, commit
+    schedule, copy pages -> grow tables, build batch -> run decoder -> sample, append, commit
 
 `sequences.append` ends a row at a stop id or its length.
 
-Each part that writes pages is a loop of one trip or none (`arrays.apply_if`), so that no page array
-is copied.
+What writes pages under a condition is a loop of one trip or none (`arrays.apply_if`), or on a GPU
+a switch of which every branch writes them (`passes`), so that no page array is copied. A GPU waits
+for the host at each predicate: a greedy step reads four, those of `run`'s loop, the events, the
+switch and the sampler.
 """
 
 from typing import Any
@@ -18,7 +19,6 @@ from jaxtyping import Array, Bool, Int
 
 from paged_jax.arrays import count_to_last
 from paged_jax.cache.paged_cache import PagedCache, init_cache, release_passed_blocks
-from paged_jax.cache.pages import copy_pages
 from paged_jax.checks import show
 from paged_jax.config import EngineConfig, token_widths
 from paged_jax.engine.counters import Counters, add_totals, init_counters, raise_peaks
@@ -91,10 +91,8 @@ def step(
     if budget is None:
         budget = _full_budget(state)
     with jax.named_scope("schedule"):
-        plan = schedule(state.cache, state.seqs, budget)
+        plan, kv = schedule(state.cache, state.seqs, budget)
         total = jnp.sum(plan.take, dtype=jnp.int32)
-    with jax.named_scope("copy"):
-        kv = copy_pages(state.cache.kv, plan.copies)
     counters = add_totals(
         state.counters,
         preemptions=plan.num_preempted,

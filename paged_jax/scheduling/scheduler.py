@@ -31,6 +31,7 @@ from paged_jax.cache.copy_on_write import (
     written_blocks,
 )
 from paged_jax.cache.paged_cache import PagedCache, compact_head, is_head_live
+from paged_jax.cache.pages import KVCache, copy_pages
 from paged_jax.cache.registration import register
 from paged_jax.kv_group import first_live_blocks, releasing_groups
 from paged_jax.scheduling import beam_search
@@ -52,14 +53,24 @@ from paged_jax.scheduling.sequences import Sequences, finished_places, running_r
 SETTLE, ADMIT, ALLOCATE, DONE = range(4)  # what a turn of the events does
 
 
-def schedule(cache: PagedCache, seqs: Sequences, budget: Int[Array, ""]) -> StepPlan:
-    """Decide a step of up to `budget` tokens.
+def schedule(
+    cache: PagedCache, seqs: Sequences, budget: Int[Array, ""]
+) -> tuple[StepPlan, KVCache]:
+    """Decide a step of up to `budget` tokens, and copy the pages that two would write.
 
-    Afterwards the step's new blocks are free and stand at the queue's live head.
+    Afterwards the step's new blocks are free and stand at the queue's live head. The pages are
+    beside the plan. Nothing is copied without an event, so that has no predicate of its own.
     """
     plan = first_plan(cache, seqs, budget)
+
+    def run_events(carry):
+        plan, kv = carry
+        plan = _events(plan, budget)
+        with jax.named_scope("copy"):
+            return plan, copy_pages(kv, plan.copies)
+
     with jax.named_scope("events"):
-        return apply_if(_is_eventful(plan, budget), lambda p: _events(p, budget), plan)
+        return apply_if(_is_eventful(plan, budget), run_events, (plan, cache.kv))
 
 
 # ---------------------------------------------------------------- whether anything rare happens

@@ -34,8 +34,8 @@ def whole_array_ops(
     """Ops that read or write the whole of a large array, each with a line that says which: copies,
     broadcasts, reduces, arithmetic.
 
-    So does a conditional that returns one: its branches may copy it (on GPU they do), whatever this
-    program shows.
+    So does a conditional of which a branch hands one on as it came: on a GPU that branch copies it,
+    whatever this program shows. Where all branches write it, a copy is seen in one of them.
     """
     found = []
     for computation in computations:
@@ -49,7 +49,7 @@ def whole_array_ops(
                 )
                 found += [(i, f"{line}, fused in {where}") for _, line in inside]
             elif i.opcode == "conditional":
-                if any(map(is_large, i.shapes)):
+                if _hands_on(program, i, is_large):
                     found.append((i, f"conditional around {_largest(i.shapes)}: {where}"))
             elif (
                 i.opcode not in _TOUCH_A_PART
@@ -59,6 +59,28 @@ def whole_array_ops(
                 shapes = [s for s in (*i.shapes, *computation.operand_shapes(i)) if is_large(s)]
                 found.append((i, f"{i.opcode} of {_largest(shapes)}: {where}"))
     return found
+
+
+def _hands_on(program: Program, i: Instruction, is_large: Callable[[Shape], bool]) -> bool:
+    """Whether a branch of a conditional returns a large array that it was given."""
+    for branch in branches(program, i):
+        returned = [branch.by_name[name] for name in branch.root.operands] or [branch.root]
+        for value in returned:
+            while value.opcode == "get-tuple-element":
+                value = branch.by_name[value.operands[0]]
+            large = any(map(is_large, i.shapes)) and any(map(is_large, value.shapes))
+            if large and value.opcode == "parameter":
+                return True
+    return False
+
+
+def branches(program: Program, i: Instruction) -> list[Computation]:
+    """The branches of a conditional by number; of two the first is that of false."""
+    names = i.called.get("branch_computations") or (
+        *i.called["false_computation"],
+        *i.called["true_computation"],
+    )
+    return [program.computations[name] for name in names]
 
 
 def attention_kernels(computations: list[Computation]) -> list[Instruction]:
@@ -165,8 +187,7 @@ def count_kernels(
                 else:
                     loops.append(i)
             elif i.opcode == "conditional":
-                branches = i.called.get("branch_computations") or i.called["false_computation"]
-                walk(program.computations[branches[0]], times)
+                walk(branches(program, i)[0], times)
             elif i.opcode == "call":
                 walk(program.computations[i.called["to_apply"][0]], times)
             else:
@@ -174,6 +195,23 @@ def count_kernels(
 
     walk(computation, 1)
     return Kernels(counts, tuple(loops))
+
+
+def host_reads(program: Program, computation: Computation) -> int:
+    """Predicates that the host reads in one run that enters no loop of unknown length.
+
+    A GPU's loop reads one before each trip and one to end, so one where it is not entered; a
+    conditional reads one, and takes its first branch.
+    """
+    reads = 0
+    for i in computation.instructions:
+        if i.opcode == "while":
+            reads += host_reads(program, program.body(i)) * i.trips if i.trips is not None else 1
+        elif i.opcode == "conditional":
+            reads += 1 + host_reads(program, branches(program, i)[0])
+        elif i.opcode == "call":
+            reads += host_reads(program, program.computations[i.called["to_apply"][0]])
+    return reads
 
 
 def _named(computation: Computation, i: Instruction) -> list[Instruction]:

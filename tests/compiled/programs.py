@@ -20,9 +20,11 @@ BLOCK_SIZE, KV_HEADS, HEAD_DIM = 16, 2, 8
 PAGE_SIZE = NUM_BLOCKS * BLOCK_SIZE * KV_HEADS * HEAD_DIM  # elements
 WINDOWS = {
     "full": (None, None),
+    "ladder": (None, None),
     "full and window": (None, 40, None),
     "everything": (None, 40, None),
 }
+WIDTHS = {"ladder": (1, 8, 64, 128, 256, BUDGET)}  # else the default ones
 OPTIONS = {"everything": dict(enable_prefix_caching=True, max_beam_width=4)}  # else none
 
 
@@ -57,7 +59,8 @@ def step_program(
     state = jax.eval_shape(lambda: init_state(config, nnx.merge(graphdef, params)))
 
     def run(params, state, max_steps):
-        return run_steps(nnx.merge(graphdef, params), state, max_steps)
+        model = nnx.merge(graphdef, params)
+        return run_steps(model, state, max_steps, widths=WIDTHS.get(kind))
 
     return run, (params, state, jax.ShapeDtypeStruct((), jnp.int32))
 

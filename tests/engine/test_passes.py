@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from engines import make_engine
 from paged_jax import SamplingParams, check_integrity
-from paged_jax.engine.passes import NARROW, can_cut, takes_pass
+from paged_jax.engine import passes as passes_module
+from paged_jax.engine.passes import NARROW, can_cut, split_widths, takes_pass
 from paged_jax.models import Llama, LlamaConfig
 
 POWERS = tuple(2**i for i in range(9))
@@ -35,6 +36,23 @@ def test_every_token_is_computed_once(widths, data):
     assert len(found) <= 1 or can_cut(widths, budget)
 
 
+@given(
+    st.sets(st.integers(1, 600), min_size=1, max_size=8).map(lambda x: tuple(sorted(x))), st.data()
+)
+def test_a_switch_holds_every_step(widths, data):
+    budget = data.draw(st.integers(widths[-1], 3 * widths[-1]))
+    rows = data.draw(st.integers(1, budget))
+    few, many = split_widths(widths, rows, budget)
+    assert few + many == widths
+    assert many or few[-1] >= budget
+    # A step of a token a row reads one predicate where a width holds it.
+    assert not many or not any(width <= rows for width in many) or len(many) == 1
+    tokens = data.draw(st.integers(0, budget))
+    if many:
+        found, left = passes(many, tokens)
+        assert left == 0 and sum(count for _, count in found) == tokens
+
+
 def test_powers_of_two_waste_a_quarter_at_most_where_rows_cost():
     for tokens in range(1, 600):
         found, _ = passes(POWERS, tokens)
@@ -53,8 +71,11 @@ def test_examples():
     assert passes((64, 512), 300)[0] == [(512, 300)]
 
 
-def test_tokens_do_not_depend_on_the_passes():
-    """Prompts are cut at any place, also within a sequence; samples share what a pass writes."""
+def test_tokens_do_not_depend_on_the_passes(monkeypatch):
+    """Nor on whether loops or a switch choose them.
+
+    Prompts are cut at any place, also within a sequence; samples share what a pass writes.
+    """
     config = LlamaConfig(
         vocab_size=61,
         hidden_size=24,
@@ -71,7 +92,16 @@ def test_tokens_do_not_depend_on_the_passes():
     prompts = [shared + rng.integers(1, 61, n).tolist() for n in (3, 70, 1, 33, 9)]
     sizes = dict(max_num_seqs=8, max_num_batched_tokens=100, enable_prefix_caching=True)
     outputs = []
-    for widths in ((100,), (1, 8, 66, 70, 100), (3, 30)):
+    ladder, short = (1, 8, 66, 70, 100), (3, 30)
+    gpu = "NVIDIA H200"
+    for widths, target in (
+        ((100,), None),
+        (ladder, None),
+        (short, None),
+        (ladder, gpu),
+        (short, gpu),
+    ):
+        monkeypatch.setattr(passes_module, "target_device_kind", lambda target=target: target)
         engine = make_engine(model, 120, 160, widths=widths, **sizes)
         ids = [
             engine.add_request(
@@ -85,4 +115,4 @@ def test_tokens_do_not_depend_on_the_passes():
         outputs.append([sorted(each) for each in found])
         assert (len(widths) > 1) == can_cut(widths, 100)
         assert check_integrity(engine.state) == []
-    assert outputs[0] == outputs[1] == outputs[2]
+    assert all(each == outputs[0] for each in outputs)

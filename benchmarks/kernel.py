@@ -7,8 +7,10 @@
     jax op      jax.experimental.pallas.ops.gpu.paged_attention
     cudnn       jax.nn.dot_product_attention on contiguous K and V: the price of paging
 
+Then the case of an engine: 256 rows wide, tables of 131,072 tokens, a few rows alive (`gpu_model`).
+
 Where there is no GPU nothing is measured. The floor is printed: the bytes over the published
-bandwidth of a device.
+bandwidth of a device. So is what a model expects of an engine's steps, called that.
 
 Usage: python benchmarks/kernel.py [--group 8] [--dtype bfloat16] [--device "NVIDIA H200"] [--quick]
 """
@@ -27,6 +29,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+import gpu_model
 from paged_jax.kernels import plan_attention, ragged_paged_attention
 from paged_jax.kernels.paged_attention import dispatch
 from paged_jax.kernels.target_device import target_device_kind
@@ -90,13 +93,35 @@ def ours(
     ids = np.random.default_rng(0).permutation(np.arange(1, num_blocks, dtype=np.int32))
     tables = jnp.asarray(ids.reshape(sets, batch, width))
     kv_lens = jnp.full(batch, context, jnp.int32)
-    cu_q_lens = jnp.arange(batch + 1, dtype=jnp.int32)
-    q, pages = (
-        _queries(batch, group, dtype),
-        jnp.zeros((num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM), dtype),
-    )
-    v_pages = pages + jnp.ones((), dtype)
-    index = kv_lens, tables[0], cu_q_lens, jnp.int32(batch)
+    return _time_calls(implementation, kv_lens, tables, num_blocks, group, dtype, calls, repeats)
+
+
+def engine_case(lengths: list[int], group: int, dtype, calls: int, repeats: int) -> float:
+    """Return the seconds a call takes for these rows in an engine for `gpu_model.WIDTH`."""
+    rows, table_width = gpu_model.WIDTH, gpu_model.TABLE_TOKENS // BLOCK_SIZE
+    sets = num_sets(1, sum(lengths), dtype)
+    widths = [pl.cdiv(length, BLOCK_SIZE) for length in lengths]
+    num_blocks = 1 + sets * sum(widths)
+    ids = np.random.default_rng(0).permutation(np.arange(1, num_blocks, dtype=np.int32))
+    tables, used = np.zeros((sets, rows, table_width), np.int32), 0
+    for number, (row, width) in itertools.product(range(sets), enumerate(widths)):
+        tables[number, row, :width] = ids[used : used + width]
+        used += width
+    kv_lens = jnp.zeros(rows, jnp.int32).at[: len(lengths)].set(jnp.asarray(lengths, jnp.int32))
+    arrays = kv_lens, jnp.asarray(tables), num_blocks
+    return _time_calls(None, *arrays, group, dtype, calls, repeats)
+
+
+def _time_calls(
+    implementation, kv_lens, tables, num_blocks: int, group: int, dtype, calls: int, repeats: int
+) -> float:
+    """Time calls over sets of tables in turn; a row of length 0 is not alive."""
+    sets, batch = tables.shape[:2]
+    num_live = int((kv_lens > 0).sum())
+    cu_q_lens = jnp.minimum(jnp.arange(batch + 1, dtype=jnp.int32), num_live)
+    pages = jnp.zeros((num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM), dtype)
+    q, v_pages = _queries(batch, group, dtype), pages + jnp.ones((), dtype)
+    index = kv_lens, tables[0], cu_q_lens, jnp.int32(num_live)
     plan = plan_attention(batch, *index, num_blocks=num_blocks, block_size=BLOCK_SIZE, window=None)
 
     def step(i, q, k_pages, v_pages, tables, index, plan):
@@ -169,8 +194,23 @@ def measure(group: int, dtype, is_quick: bool) -> None:
         us, *others = (f"{t * 1e6:>9.1f}" if t else f"{'-':>9}" for t in times)
         row = f"{batch:>5} {context:>8,} {size / 1e6:>9.1f} {us} {fraction} {' '.join(others)}"
         print(row, flush=True)
+    measure_cases(dtype, calls, repeats, reasons)
     for reason in reasons:
         print(f"not measured: {reason}")
+
+
+def measure_cases(dtype, calls: int, repeats: int, reasons: list[str]) -> None:
+    """Measure the cases of an engine, with the heads of the model's decoder, and print them."""
+    print(f"\nAn engine for {gpu_model.WIDTH} rows of up to {gpu_model.TABLE_TOKENS:,} tokens")
+    print(f"{'live rows':>20} {'us':>9} {'expected':>9}")
+    for name, lengths in gpu_model.CASES.items():
+        try:
+            seconds = engine_case(lengths, gpu_model.LLAMA_3_8B.group, dtype, calls, repeats)
+        except Exception as error:  # as in `time_column`
+            reasons.append(f"{name}: {type(error).__name__}: {error!s:.200}")
+            continue
+        expected = gpu_model.attention(lengths).seconds
+        print(f"{name:>20} {seconds * 1e6:>9.1f} {expected * 1e6:>9.1f}", flush=True)
 
 
 COLUMNS = {
@@ -237,6 +277,7 @@ def main() -> None:
         measure(options.group, options.dtype, options.quick)
     else:
         print_floor(options.device, options.dtype)
+        gpu_model.print_model()
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def choose_blocking(
     # With a stage more bytes of head_dim 64 spill, and so do masked dimensions of the widest.
     chunk, stages = (64, 2 if is_byte else 3) if width <= 128 else (32, 2)
     if width > 128 and head_dim < width:
-        stages = 1
+        chunk, stages = (16 if is_byte else 32), 1
     return Blocking(rows, heads, width, width, chunk, 8 if is_large else 4, stages)
 
 

@@ -5,9 +5,12 @@ would run.
 import functools
 import importlib.metadata
 import pathlib
+import tempfile
 
 import jax
 from jax.experimental import topologies
+
+from compiled import thunks
 
 DATA = pathlib.Path(__file__).parents[1] / "data"  # devices' published limits
 WHEELS = [
@@ -70,6 +73,13 @@ def compile_sharded(name: str, count: int, f, specs, out_spec, *args):
         )
 
 
-def compile_for_h200(f, *args, donate_argnums=()):
-    """`compile_for` an H200."""
-    return compile_for("h200", f, *args, donate_argnums=donate_argnums)
+def compile_for_h200(f, *args, donate_argnums=(), graphs: str | None = None):
+    """`compile_for` an H200; also returns the thunks. `graphs`: the kinds that a graph may have,
+    XLA's own list where None.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder}
+        options |= {"xla_gpu_enable_command_buffer": graphs} if graphs else {}
+        executable = compile_for("h200", f, *args, donate_argnums=donate_argnums, options=options)
+        (dumped,) = pathlib.Path(folder).glob(thunks.DUMPED)
+        return executable, thunks.read(dumped.read_text())

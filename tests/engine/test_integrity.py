@@ -46,9 +46,9 @@ def engine():
         state = state.replace(
             seqs=jax.jit(sequences.add)(state.seqs, to_rows({row: Output(request, 0)}, ENGINE))
         )
-    plan = jax.jit(schedule)(state.cache, state.seqs, np.int32(8))
+    plan, kv = jax.jit(schedule)(state.cache, state.seqs, np.int32(8))
     seqs = plan.seqs.replace(num_computed=np.asarray([5, 0, 0, 3], np.int32))
-    state = state.replace(cache=plan.cache.replace(kv=state.cache.kv), seqs=seqs)
+    state = state.replace(cache=plan.cache.replace(kv=kv), seqs=seqs)
     return jax.tree.map(np.array, state)
 
 

@@ -81,7 +81,7 @@ def scheduled(lengths, *, budget, max_running):
         for row, length in enumerate(lengths)
     }
     seqs = jax.jit(sequences.add)(state.seqs, to_rows(requests, config))
-    plan = jax.jit(schedule)(state.cache, seqs, jnp.int32(budget))
+    plan, _ = jax.jit(schedule)(state.cache, seqs, jnp.int32(budget))
     count = int(plan.seqs.num_running)
     rows = plan.seqs.running[:count]
     return (

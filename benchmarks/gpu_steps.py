@@ -1,0 +1,119 @@
+"""Time a decoding step of Llama-3-8B's shape, with 1 and 64 rows, weights and pages of zeros.
+
+    ms a step   the median over dispatches of 32 steps in one compiled loop
+    compiling   seconds
+
+Contexts are 1,024 tokens. Without a GPU a toy of the same structure is run, so that the script is
+known to work, and it says so. `gpu_model.py` has what is expected.
+
+Usage: python benchmarks/gpu_steps.py [--rows 1 64] [--json]
+"""
+
+import argparse
+import json
+import statistics
+import time
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import gpu_model
+from paged_jax import EngineConfig, SamplingParams
+from paged_jax.engine.requests import Output, make_request, to_rows
+from paged_jax.engine.step import init_state, run
+from paged_jax.models import Llama, LlamaConfig
+from paged_jax.scheduling import sequences
+
+STEPS, DISPATCHES = 32, 5
+SHAPES = {
+    "Llama-3-8B": dict(
+        config=dict(
+            vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32,
+            num_heads=32, num_kv_heads=8, head_dim=128, max_model_len=2048, dtype="bfloat16",
+        ),
+        num_blocks=12_000,
+        context=1024,
+    ),
+    "toy": dict(
+        config=dict(
+            vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4,
+            num_kv_heads=2, head_dim=16, max_model_len=512,
+        ),
+        num_blocks=2500,
+        context=64,
+    ),
+}  # fmt: skip
+
+
+def decoder_of_zeros(config: LlamaConfig):
+    """Return the graphdef, and zeros for params: no initial values are computed."""
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    return graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+
+
+def time_steps(shape: str, num_rows: int) -> dict:
+    """Return what a step of `num_rows` decoding rows takes, in an engine for 256."""
+    sizes = SHAPES[shape]
+    graphdef, params = decoder_of_zeros(LlamaConfig(**sizes["config"]))
+    max_len, context = sizes["config"]["max_model_len"], sizes["context"]
+    config = EngineConfig(sizes["num_blocks"], max_len, gpu_model.WIDTH, 1024)
+    state = init_state(config, nnx.merge(graphdef, params))
+    make = partial(
+        make_request,
+        config=config,
+        cache_config=state.cache.config,
+        vocab_size=sizes["config"]["vocab_size"],
+        eos_token_ids=(),
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=max_len - context, ignore_eos=True)
+    requests = {n: Output(make(str(n), [1 + n] * context, greedy), 0) for n in range(num_rows)}
+    state = state.replace(seqs=sequences.add(state.seqs, to_rows(requests, config)))
+
+    def steps(params, state, count):
+        return run(nnx.merge(graphdef, params), state, count)
+
+    begin = time.perf_counter()
+    arguments = params, state, jnp.int32(STEPS)
+    program = jax.jit(steps, donate_argnums=1).lower(*arguments).compile()
+    compiling = time.perf_counter() - begin
+    prefill = jnp.int32(-(-num_rows * context // 1024) + 1)
+    state, _ = jax.block_until_ready(program(params, state, prefill))
+    times = []
+    for _ in range(DISPATCHES):
+        begin = time.perf_counter()
+        state, count = program(params, state, jnp.int32(STEPS))
+        assert int(count) == STEPS and int(state.seqs.num_running) == num_rows
+        times.append((time.perf_counter() - begin) / STEPS)
+    result = dict(shape=shape, rows=num_rows, ms=statistics.median(times) * 1e3)
+    return result | dict(all_ms=[t * 1e3 for t in times], compiling=compiling)
+
+
+def main() -> None:
+    """Time the steps, and print them with what the model expects."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each")
+    options = parser.parse_args()
+    is_gpu = jax.default_backend() == "gpu"
+    shape = "Llama-3-8B" if is_gpu else "toy"
+    device = jax.devices()[0].device_kind
+    if not is_gpu:
+        print(f"No GPU here: a toy on {device}. It says nothing about a GPU.")
+    for rows in options.rows:
+        result = time_steps(shape, rows)
+        call = gpu_model.attention([SHAPES["Llama-3-8B"]["context"]] * rows)
+        result |= dict(device=device, expected_ms=gpu_model.step_seconds(call) * 1e3)
+        if options.json:
+            print(json.dumps(result), flush=True)
+            continue
+        expected = f"expected of an H200 with Llama-3-8B: {result['expected_ms']:.2f} ms"
+        print(f"{shape}, {rows} rows: {result['ms']:.2f} ms a step ({expected}); "
+              f"compiled in {result['compiling']:.1f} s", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ the programs that have work, the longest of them, and the bytes that are read. T
 numbers times the constants below, all of them assumptions, to be compared with a GPU's.
 """
 
+import argparse
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -126,4 +127,5 @@ def print_model() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print_model()

@@ -3,6 +3,7 @@
 python benchmarks/many_requests.py
 """
 
+import argparse
 import time
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,7 @@ COUNTS = (1000, 10_000)
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     sizes: dict[str, Any] = dict(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2
     )

@@ -95,7 +95,6 @@ def progress_bar(total: int):
         time.perf_counter(),
         0,
     )
-    bar.set_postfix_str("an engine's first run compiles it")
 
     def advance(new: int | None, ended: bool) -> None:
         nonlocal tokens

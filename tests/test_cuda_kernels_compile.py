@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from compiled import cuda
+from compiled import cuda, ptx
 from compiled.checks import attention_kernels, whole_array_ops
 from compiled.program import read
 from paged_jax.kernels import ragged_paged_attention, write_kv
@@ -173,6 +173,30 @@ def test_every_combination_of_mosaic_compiles_for_an_h200(
     )
     assert len(spills) >= len(combinations) and not any(spills)
     record_property("measured", f"... up to {max(registers)} registers")
+
+
+@pytest.mark.parametrize("head_dim, window", [(64, None), (128, None), (128, 100)])
+def test_mosaic_masks_only_the_edges_of_a_context(
+    head_dim, window, record_property, monkeypatch, tmp_path
+):
+    """The loop over whole chunks compares nothing but its counter and the chunk ahead."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    arrays, _ = _arguments(0, head_dim, 16, 4, "bfloat16", SEQS)
+    # Of a scale of its own: what was compiled before is not compiled again.
+    made = [(arrays, dict(sinks=False, window=window, scale=0.375))]
+    _compile_calls("h200", "mosaic_gpu", made, None)
+    (text,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
+    # The loop over units has the others in it.
+    products = [loop for loop in ptx.loops(text) if loop["wgmma"]]
+    inner = [loop for loop in products if loop["wgmma"] == min(x["wgmma"] for x in products)]
+    whole = min(inner, key=lambda loop: (loop["setp"], -loop["cp"]))
+    counts = {name: whole[name] for name in ("wgmma", "ex2", "bar", "cp", "setp", "selp")}
+    record_property(
+        "measured", f"h200, head_dim {head_dim}, window {window}, a whole chunk: {counts}"
+    )
+    assert whole["setp"] <= 4 and whole["selp"] == 0
+    assert max(loop["setp"] for loop in inner) > 32
 
 
 @pytest.mark.parametrize(

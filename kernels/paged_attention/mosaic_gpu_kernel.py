@@ -65,8 +65,13 @@ def _attend(kernel: Kernel) -> None:
     for chunk in range(RING - 1):
         pl.when(chunk < unit.chunks)(partial(_read_and_load, kernel, chunk))
     plgpu.barrier_wait(smem.q_ready)
-    start = _start_sums(refs.k.shape[3])
-    sums = lax.fori_loop(0, unit.chunks, partial(_add_chunk, kernel), start)
+    # Only the edges of a context are masked.
+    masked, whole = (partial(_add_chunk, kernel, is_masked) for is_masked in (True, False))
+    sums = _start_sums(refs.k.shape[3])
+    if static.scoring.window is not None:
+        sums = lax.fori_loop(0, unit.whole_begin, masked, sums)
+    sums = lax.fori_loop(unit.whole_begin, unit.whole_end, whole, sums)
+    sums = lax.fori_loop(unit.whole_end, unit.chunks, masked, sums)
     _write(kernel, *_finish(sums))
 
 
@@ -110,14 +115,16 @@ def _start_sums(head_dim: int) -> Sums:
     )
 
 
-def _add_chunk(kernel: Kernel, i, sums: Sums) -> Sums:
+def _add_chunk(kernel: Kernel, is_masked: bool, i, sums: Sums) -> Sums:
     """Add chunk i of the context to the sums, and start the copies of the chunk RING - 1 ahead."""
     smem, unit = kernel.smem, kernel.unit
     slot, ahead = lax.rem(i, jnp.int32(RING)), i + (RING - 1)
     # Used further down: the copies that need them must not wait for them.
     blocks = _read_table(kernel, ahead)
     plgpu.barrier_wait(smem.k_ready.at[slot])
-    scores = _mask(_score(kernel, slot), i, unit, kernel.static)
+    scores = _score(kernel, slot)
+    if is_masked:
+        scores = _mask(scores, i, unit, kernel.static)
     top = jnp.maximum(sums.top, scores.max(axis=1))
     # A row that has seen no key adds weights of 1, and drops them once it sees one.
     weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
@@ -126,9 +133,10 @@ def _add_chunk(kernel: Kernel, i, sums: Sums) -> Sums:
     weights_slot = lax.rem(i, jnp.int32(2))
     smem.weights[weights_slot] = weights.astype(smem.weights.dtype)
     plgpu.barrier_wait(smem.v_ready.at[slot])
-    first = unit.start + i * CHUNK
-    has_outside = (first < unit.first_key) | (first + CHUNK > unit.end_key)
-    pl.when(has_outside)(partial(_clear_outside, kernel, slot, first))
+    if is_masked:
+        first = unit.start + i * CHUNK
+        has_outside = (first < unit.first_key) | (first + CHUNK > unit.end_key)
+        pl.when(has_outside)(partial(_clear_outside, kernel, slot, first))
     # Makes the stores visible to WGMMA, and is a barrier: from here on nothing reads the chunk
     # before this one.
     plgpu.commit_smem()
@@ -138,23 +146,22 @@ def _add_chunk(kernel: Kernel, i, sums: Sums) -> Sums:
 
 
 def _score(kernel: Kernel, slot) -> Array:
-    """Return the scores of a chunk, [ROWS, CHUNK]."""
+    """Return the scores of a chunk in units of log 2, [ROWS, CHUNK]."""
     scoring = kernel.static.scoring
-    keys = kernel.smem.k.at[slot].transpose((1, 0))
-    scores = _multiply(kernel.smem.q, keys) * scoring.scale
-    if scoring.soft_cap is not None:
-        scores = scoring.soft_cap * _tanh(scores * (1 / scoring.soft_cap))
-    return scores
+    products = _multiply(kernel.smem.q, kernel.smem.k.at[slot].transpose((1, 0)))
+    if scoring.soft_cap is None:
+        return products * (scoring.scale * LOG2_E)
+    return (scoring.soft_cap * LOG2_E) * _tanh(products * (scoring.scale / scoring.soft_cap))
 
 
 def _mask(scores, i, unit: Unit, static: Static) -> Array:
-    """Return scores in units of log 2, LOWEST where a row does not see a key."""
+    """Return the scores, LOWEST where a row does not see a key."""
     keys = unit.start + i * CHUNK + _iota(scores.shape, 1)
     query = unit.position + lax.div(_iota(scores.shape, 0), jnp.int32(static.heads))
     visible = (keys <= query) & (keys < unit.end_key)
     if static.scoring.window is not None:
         visible &= keys > query - static.scoring.window
-    return jnp.where(visible, scores * LOG2_E, LOWEST)
+    return jnp.where(visible, scores, LOWEST)
 
 
 def _clear_outside(kernel: Kernel, slot, first) -> None:

@@ -81,9 +81,10 @@ class Unit(NamedTuple):
     """A unit of work: a KV head, and a split of what the rows of a strip see.
 
     Its queries are at `position` and the positions after it. The keys that some of them sees are
-    `first_key` to `end_key - 1`; the first of its `chunks` begins at `start`. Its `groups` of lines
-    in the results begin with `first_group`. `column` and `last_column` are the first and the last
-    block of its sequence.
+    `first_key` to `end_key - 1`; the first of its `chunks` begins at `start`, and of the chunks
+    `whole_begin` to `whole_end - 1` every row sees every key. Its `groups` of lines in the results
+    begin with `first_group`. `column` and `last_column` are the first and the last block of its
+    sequence.
     """
 
     strip: Array
@@ -94,6 +95,8 @@ class Unit(NamedTuple):
     end_key: Array
     start: Array
     chunks: Array
+    whole_begin: Array
+    whole_end: Array
     column: Array
     last_column: Array
     first_group: Array
@@ -147,6 +150,14 @@ def locate_unit(number, refs: Refs, static: Static) -> Unit:
     )
     position, window = refs.positions[strip], static.scoring.window
     first_key = 0 if window is None else jnp.maximum(position - (window - 1), 0)
+    count, chunks = refs.counts[strip], pl.cdiv(end_key - start, jnp.int32(CHUNK))
+    whole_begin = jnp.int32(0)
+    if window is not None:  # the last row's window begins last
+        before = position + count - window - start
+        whole_begin = jnp.minimum(
+            lax.div(jnp.maximum(before, 0) + (CHUNK - 1), jnp.int32(CHUNK)), chunks
+        )
+    seen_by_all = jnp.maximum(jnp.minimum(end_key, position + 1) - start, 0)
     return Unit(
         strip=strip,
         kv_head=lax.rem(number, kv_heads),
@@ -155,9 +166,11 @@ def locate_unit(number, refs: Refs, static: Static) -> Unit:
         first_key=first_key,
         end_key=end_key,
         start=start,
-        chunks=pl.cdiv(end_key - start, jnp.int32(CHUNK)),
+        chunks=chunks,
+        whole_begin=whole_begin,
+        whole_end=jnp.maximum(lax.div(seen_by_all, jnp.int32(CHUNK)), whole_begin),
         column=lax.div(start, block_size),
         last_column=lax.div(end_key - 1, block_size),
         first_group=lax.div(refs.first_lines[split], jnp.int32(LINE_GROUP)),
-        groups=pl.cdiv(refs.counts[strip] * static.heads, jnp.int32(LINE_GROUP)),
+        groups=pl.cdiv(count * static.heads, jnp.int32(LINE_GROUP)),
     )

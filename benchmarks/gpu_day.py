@@ -1,9 +1,9 @@
 """Answer in 8 minutes, on a machine with a GPU, what is asked about this library on one.
 
-    tests        tests/test_on_gpu.py: the kernels' numbers and bits, an engine's tokens
-    kernel       benchmarks/kernel.py --quick: attention by copies, other ops and an engine's case
     steps        a decoding step of Llama-3-8B's shape with 1 and 64 rows, zeros for weights
     steps, loops in graphs   the same with XLA's loops in CUDA graphs: no wait for the host
+    tests        tests/test_on_gpu.py: an engine's tokens, the kernels' bits and numbers
+    kernel       benchmarks/kernel.py --quick: attention by copies, other ops and an engine's case
 
 Each part is a process of its own with a time limit, so that none takes the others' answers with it.
 Everything is written into one JSON after each part: versions, device, exit status, output, seconds.
@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -32,7 +33,7 @@ PARTS = {  # arguments of python, share of the time, more of XLA_FLAGS
     "tests": (["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_on_gpu.py"], 0.3, ""),
     "kernel": ([str(HERE / "kernel.py"), "--quick"], 0.2, ""),
 }
-ASK = "import jax; d = jax.devices()[0]; print(d.platform, d.device_kind, sep='/')"
+ASK = "import jax; d = jax.devices()[0]; print('found', d.platform, d.device_kind)"
 
 
 def run_part(arguments: list[str], limit: float, flags: str) -> dict:
@@ -51,12 +52,20 @@ def run_part(arguments: list[str], limit: float, flags: str) -> dict:
             output, _ = process.communicate(timeout=limit)
             status = process.returncode
         except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
-            status = None
-    results = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+            output, status = stop(process), None
+    results = [json.loads(line) for line in output.splitlines() if line.startswith('{"shape"')]
     seconds = round(time.monotonic() - begin, 1)
     return dict(status=status, seconds=seconds, results=results, output=output[-20_000:])
+
+
+def stop(process: subprocess.Popen) -> str:
+    """Interrupt a process, so that it says what it has so far; kill it where it goes on."""
+    process.send_signal(signal.SIGINT)
+    try:
+        return process.communicate(timeout=15)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0]
 
 
 def main() -> None:
@@ -73,7 +82,9 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "python": platform.python_version(),
         "jax": importlib.metadata.version("jax"),
-        "device": asked["output"].strip().splitlines()[-1] if asked["status"] == 0 else None,
+        "device": next(
+            (line[5:] for line in asked["output"].splitlines() if line[:5] == "found"), None
+        ),
         "asking": None if asked["status"] == 0 else asked["output"],
         "parts": {},
     }

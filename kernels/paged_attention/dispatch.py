@@ -186,11 +186,6 @@ def pick_for_cuda(problem: Problem, device_kind: str | None) -> str:
     return next(name for name in PREFERENCE if not why_not(name, problem, device_kind))
 
 
-def is_hopper(device_kind: str) -> bool:
-    """Return whether the kind is a GPU of compute capability 9.0."""
-    return _is_listed(device_kind, HOPPER)
-
-
 def has_fp8_conversion(device_kind: str | None) -> bool:
     """Return whether the kind is a GPU with an instruction for float8_e4m3fn.
 

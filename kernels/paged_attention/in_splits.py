@@ -51,8 +51,8 @@ def attend_in_splits(
         strips, place = cut_strips(tiles, place, rows)
         shortest, most = split_bounds(tiles.size, kv_heads)
         cut = Cut(rows, kernel.heads, context, shortest, most, kernel.chunk(tiles.size), window)
-        work, places = list_work(strips, cut)
         num_lines = cut.max_lines(strips.seq.shape[0], q.shape[0])
+        work, places = list_work(strips, cut, num_lines)
         partials = kernel.run(strips, work, tiles.size, num_lines)
         result = combine(q, partials, places, place, sinks, result, cut.heads, interpret)
     assert result is not None

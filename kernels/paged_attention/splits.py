@@ -1,10 +1,10 @@
 """The work of the CUDA kernels: contexts cut at fixed places, listed over what is alive.
 
 A context is cut at multiples of a length that depends alone on how much of it is seen. What else is
-in the batch decides which program takes a split, never what is in it, so a row's sums are added in
-one order in any company. The programs are as many as the device runs at once, and take the splits
-in turn, the longest first: program p has those of place p, p + programs, ... for each KV head, so
-none has more than the mean and one split.
+in the batch decides which program takes a split, never what is in it, so a row with one query has
+its sums added in one order in any company. (Of a prompt, company decides the chunks.) The programs
+are as many as the device runs at once. A unit is a split, longest first, and a KV head, which comes
+first; program p takes the units p, p + programs, ..., so none has more than the mean and one split.
 
 All of it is compares and sums on small arrays, equal for all layers of a decoder, so XLA computes
 it once a step.
@@ -128,8 +128,10 @@ def cut_strips(tiles: QueryTiles, place: Rows, rows: int) -> tuple[QueryTiles, R
     return strips, Rows(strip, lax.rem(place.offset, jnp.int32(rows)), place.is_owned)
 
 
-def list_work(strips: QueryTiles, cut: Cut) -> tuple[Work, Places]:
-    """List the splits of the strips' contexts.
+def list_work(strips: QueryTiles, cut: Cut, num_lines: int) -> tuple[Work, Places]:
+    """List the splits of the strips' contexts, of which the results are in `num_lines` lines.
+
+    What would pass them is left out: rows are more than tokens where `cu_q_lens` decreases.
 
     Example: two strips of one row at the positions 599 and 99, splits of 256 tokens: strip
     [0, 0, 1, 0], start [0, 256, 0, 512], end [256, 512, 100, 600].
@@ -143,7 +145,9 @@ def list_work(strips: QueryTiles, cut: Cut) -> tuple[Work, Places]:
     splits = jnp.maximum(pl.cdiv(end, size) - first_split, 0)
     lines = _in_groups(strips.num_rows * cut.heads)
     space = splits * lines
-    places = Places(running_sum(space) - space, lines, splits)
+    last_line = running_sum(space)
+    splits = jnp.where(last_line <= num_lines, splits, 0)
+    places = Places(last_line - space, lines, splits)
     bound = strips.seq.shape[0] * cut.max_splits
     strip, j, num_splits = _longest_first(first, end, size, splits, cut, bound)
     begin = (first_split[strip] + j) * size[strip]

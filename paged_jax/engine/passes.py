@@ -10,8 +10,9 @@ what reading the weights costs, and that is once a pass.
 
 Tokens go in order, so that what a pass reads is written: by an earlier one, or by itself.
 
-On a GPU a step of no more tokens than rows is one pass, and of wider ones the narrowest that is
-wider than the rows holds the rest.
+On a GPU the widths up to the number of rows are for steps of one pass; other steps are cut into
+passes of the widths above it. Which widths there are: `default_sizes.choose_widths` and
+`config.token_widths`.
 """
 
 from functools import partial
@@ -117,8 +118,8 @@ def split_widths(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the widths of which one pass holds its step, and those of which several may be run.
 
-    Example, 64 rows, budget 512, widths 1, 8, 64, 128, 512: (1, 8, 64), (128, 512). Widths 64, 512:
-    both, none.
+    Example, 64 rows, budget 512, widths 1, 8, 64, 128, 256, 512: (1, 8, 64), (128, 256, 512).
+    Widths 64, 512: both, none.
     """
     count = min(sum(width <= num_rows for width in widths), len(widths) - 1)
     few, many = widths[:count], widths[count:]

@@ -84,8 +84,9 @@ def step(
     """Schedule, then compute up to `budget` tokens (None: `max_num_batched_tokens`).
 
     Also returns whether anything was computed. `model` is a decoder (`paged_jax.models.Decoder`)
-    with params that may be traced. With a budget of 0 nothing is computed, but what has finished is
-    released. `widths`: see `config.token_widths`.
+    with params that may be traced. With a budget of 0 no token is computed (a GPU runs the
+    narrowest pass on padding), but what has finished is released. `widths`: see
+    `config.token_widths`.
     """
     widths = token_widths(state.config, widths)
     if budget is None:

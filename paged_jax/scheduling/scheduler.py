@@ -56,10 +56,10 @@ SETTLE, ADMIT, ALLOCATE, DONE = range(4)  # what a turn of the events does
 def schedule(
     cache: PagedCache, seqs: Sequences, budget: Int[Array, ""]
 ) -> tuple[StepPlan, KVCache]:
-    """Decide a step of up to `budget` tokens, and copy the pages that two would write.
+    """Decide a step of up to `budget` tokens and do its copies; returns the plan and the pages.
 
-    Afterwards the step's new blocks are free and stand at the queue's live head. The pages are
-    beside the plan. Nothing is copied without an event, so that has no predicate of its own.
+    Afterwards the step's new blocks are free and stand at the queue's live head. Nothing is copied
+    without an event, so the copies have no predicate of their own.
     """
     plan = first_plan(cache, seqs, budget)
 

@@ -64,9 +64,10 @@ def whole_array_ops(
 def _hands_on(program: Program, i: Instruction, is_large: Callable[[Shape], bool]) -> bool:
     """Whether a branch of a conditional returns a large array that it was given."""
     for branch in branches(program, i):
-        returned = [branch.by_name[name] for name in branch.root.operands] or [branch.root]
-        for value in returned:
-            while value.opcode == "get-tuple-element":
+        is_tuple = branch.root.opcode == "tuple"
+        names = branch.root.operands if is_tuple else [branch.root.name]
+        for value in map(branch.by_name.__getitem__, names):
+            while value.opcode in ("get-tuple-element", "bitcast"):
                 value = branch.by_name[value.operands[0]]
             large = any(map(is_large, i.shapes)) and any(map(is_large, value.shapes))
             if large and value.opcode == "parameter":

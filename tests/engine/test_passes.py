@@ -69,6 +69,9 @@ def test_examples():
     assert passes(POWERS, 520)[0] == [(256, 256), (256, 256), (8, 8)]
     assert passes((1, 64), 130)[0] == [(64, 64), (64, 64), (64, 2)]
     assert passes((64, 512), 300)[0] == [(512, 300)]
+    ladder = (1, 8, 64, 128, 256, 512)
+    assert split_widths(ladder, 64, 512) == ((1, 8, 64), (128, 256, 512))
+    assert split_widths((64, 512), 64, 512) == ((64, 512), ())
 
 
 def test_tokens_do_not_depend_on_the_passes(monkeypatch):

@@ -30,9 +30,10 @@ def cut_of(rows=1, heads=4, kv_heads=8, context=CONTEXT, chunk=64, window=None):
     return Cut(rows, heads, context, *split_bounds(rows, kv_heads), chunk, window)
 
 
-def listed(strips, cut):
+def listed(strips, cut, num_lines=None):
     """The real splits as (strip, start, end, line), and the places of the results."""
-    work, places = jax.jit(list_work, static_argnums=1)(strips, cut)
+    num_lines = cut.max_lines(strips.seq.shape[0], 10**6) if num_lines is None else num_lines
+    work, places = jax.jit(list_work, static_argnums=(1, 2))(strips, cut, num_lines)
     number = int(work.num_splits[0])
     assert number <= work.strip.shape[0]
     return [tuple(int(x[i]) for x in work[:4]) for i in range(number)], places
@@ -104,6 +105,16 @@ def test_no_program_has_more_than_the_mean_and_one_split(draw, kv_heads, window,
     )
     # Chunks are whole, so a first and a last split may count as up to a chunk more.
     assert load.max() <= load.mean() + sizes.max() + 2 * 64
+
+
+def test_results_that_would_pass_the_array_are_left_out():
+    """Rows of which the numbers sum to more than there are tokens: 600 keys take three splits."""
+    strips = strips_of([599, 599, 599], [1, 1, 1])
+    cut = cut_of(heads=8)
+    assert [line for *_, line in sorted(listed(strips, cut)[0])] == [8 * i for i in range(9)]
+    found, places = listed(strips, cut, 50)
+    assert sorted({strip for strip, *_ in found}) == [0, 1] and max(x[3] for x in found) + 8 <= 50
+    assert places.splits.tolist() == [3, 3, 0]
 
 
 def test_a_tile_is_cut_into_strips_that_have_its_rows():

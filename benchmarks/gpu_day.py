@@ -76,6 +76,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("gpu_day.json"))
     parser.add_argument("--seconds", type=float, default=480, help="of all parts")
     options = parser.parse_args()
+    if not options.seconds > 0:
+        parser.error(f"--seconds: {options.seconds}; a positive number is needed")
     end = time.monotonic() + options.seconds
     asked = run_part(["-c", ASK], min(60, options.seconds), "")
     found = {
@@ -88,6 +90,7 @@ def main() -> None:
         "asking": None if asked["status"] == 0 else asked["output"],
         "parts": {},
     }
+    options.out.write_text(json.dumps(found, indent=1))  # fails now, if it does
     for name, (arguments, share, flags) in PARTS.items():
         # What an earlier part has left over is for all that follow.
         shares = sum(s for n, (_, s, _) in PARTS.items() if n not in found["parts"])

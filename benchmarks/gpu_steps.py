@@ -119,6 +119,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each")
     options = parser.parse_args()
+    if wrong := [rows for rows in options.rows if not 0 < rows <= gpu_model.WIDTH]:
+        parser.error(f"--rows: {wrong[0]}; 1 to {gpu_model.WIDTH} are accepted")
     is_gpu = jax.default_backend() == "gpu"
     shape = "Llama-3-8B" if is_gpu else "toy"
     device = jax.devices()[0].device_kind

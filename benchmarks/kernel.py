@@ -273,6 +273,8 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     options = parser.parse_args()
+    if not 0 < options.group <= dispatch.MOST_HEADS:
+        parser.error(f"--group: {options.group}; 1 to {dispatch.MOST_HEADS} are accepted")
     if jax.default_backend() == "gpu":
         measure(options.group, options.dtype, options.quick)
     else:

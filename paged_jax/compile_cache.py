@@ -29,11 +29,12 @@ def use_compile_cache() -> Path | None:
         return Path(jax.config.jax_compilation_cache_dir)
     if asked.lower() in OFF or not jax.config.jax_enable_compilation_cache:
         return None
-    folder = Path(asked).expanduser() if asked else default_folder()
+    folder = Path(asked)
     try:
+        folder = folder.expanduser() if asked else default_folder()
         folder.mkdir(parents=True, exist_ok=True)
         is_writable = os.access(folder, os.W_OK)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         is_writable = False
     if not is_writable:
         if asked:

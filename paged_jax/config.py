@@ -184,25 +184,27 @@ class EngineConfig:
         )
 
 
-def token_widths(config: EngineConfig, widths: tuple[int, ...] | None = None) -> tuple[int, ...]:
+def token_widths(
+    config: EngineConfig, widths: tuple[int, ...] | None = None, name: str = "widths"
+) -> tuple[int, ...]:
     """Return the token counts that a decoder is compiled for, ascending.
 
     None means S tokens, for decode steps, and the whole budget. More widths make steps that fall
     between them cheaper, and each costs a compilation of the decoder. A step that no width holds is
     computed in several passes (`engine.passes`).
 
-    Raises ConfigError for what is not ascending or passes the budget.
+    Raises ConfigError, with `name`, for what is not ascending or passes the budget.
     """
     budget = config.max_num_batched_tokens
     if widths is None:
         return tuple(sorted({config.max_num_seqs, budget}))
     if not isinstance(widths, tuple) or not widths:
-        raise ConfigError(f"widths={show(widths)}: an ascending tuple of token counts is needed")
-    widths = tuple(check_int("widths", width, 1, error=ConfigError) for width in widths)
+        raise ConfigError(f"{name}={show(widths)}: an ascending tuple of token counts is needed")
+    widths = tuple(check_int(name, width, 1, error=ConfigError) for width in widths)
     if list(widths) != sorted(set(widths)):
-        raise ConfigError(f"widths={show(widths)}: an ascending tuple of token counts is needed")
+        raise ConfigError(f"{name}={show(widths)}: an ascending tuple of token counts is needed")
     if widths[-1] > budget:
-        raise ConfigError(f"widths={show(widths)}: must be at most max_num_batched_tokens={budget}")
+        raise ConfigError(f"{name}={show(widths)}: must be at most max_num_batched_tokens={budget}")
     return widths
 
 

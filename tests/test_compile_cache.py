@@ -62,6 +62,19 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path):
     assert use_compile_cache() is None  # nobody has asked for it: no warning
 
 
+def test_without_a_home_nothing_is_kept_and_a_folder_asked_for_is_named(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("PAGED_JAX_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert use_compile_cache() is None
+    monkeypatch.setenv("PAGED_JAX_CACHE", "~no-such-user/x")
+    with pytest.warns(UserWarning, match="PAGED_JAX_CACHE=~no-such-user/x: is no folder"):
+        assert use_compile_cache() is None
+
+
 def test_a_relative_cache_home_is_ignored(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     assert default_folder().is_relative_to(Path.home())

@@ -171,6 +171,14 @@ def check_like(params: Any, old: Any) -> None:
             raise ConfigError(f"params{name}: {shapes[0]}; the model has {shapes[1]}")
 
 
+def check_numbers(params: Any) -> None:
+    """Raise ConfigError naming the first param that is only a shape."""
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            name = f"params{jax.tree_util.keystr(path)}"
+            raise ConfigError(f"{name}: {show(leaf)}; an array with numbers is needed, or load=")
+
+
 def _holds_numbers(leaf: Any) -> bool:
     if isinstance(leaf, jax.Array):
         return not leaf.is_deleted()

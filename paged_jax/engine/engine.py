@@ -99,7 +99,7 @@ class Engine(Intake):
             )
         self.widths = token_widths(config, widths)
         self._programs: Programs = compile_programs(graphdef, self.widths)
-        later = None if later_widths is None else token_widths(config, later_widths)
+        later = None if later_widths is None else token_widths(config, later_widths, "later_widths")
         self.params, state, first = start(
             load, config, model, graphdef, params, self.widths, self._programs.run
         )

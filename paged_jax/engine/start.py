@@ -13,11 +13,13 @@ import jax
 from flax import nnx
 
 from paged_jax.arrays import keep_default_device
+from paged_jax.checks import show
 from paged_jax.config import EngineConfig
 from paged_jax.engine import stored_programs
-from paged_jax.engine.dispatch import run_args, shapes_of
+from paged_jax.engine.dispatch import check_like, check_numbers, run_args, shapes_of
 from paged_jax.engine.step import EngineState, init_state
 from paged_jax.engine.stored_programs import Spec
+from paged_jax.errors import ConfigError
 
 
 class Started(NamedTuple):
@@ -45,9 +47,14 @@ def start(
 
     `model` is the decoder that graphdef and params make. Without `load`, `params` are the params,
     and nothing is compiled ahead. Calls of `run` find the program, too, unless it had been stored.
+
+    Raises ConfigError where `load` is no function or the params are not those of the model.
     """
     if load is None:
+        check_numbers(params)
         return Started(params, init_state(config, model), None)
+    if not callable(load):
+        raise ConfigError(f"load={show(load)}: a function that returns the params is needed")
     state_shapes = jax.eval_shape(lambda: init_state(config, model))
     args = (params, state_shapes, *run_args(config, 0, []))
     spec = Spec(graphdef, widths, shapes_of(args), stored_programs.settings())
@@ -58,7 +65,8 @@ def start(
         state = init_state(config, model)
         program = stored.result()
         if loaded.done():
-            loaded.result()  # raises before something is compiled in vain
+            check_like(loaded.result(), params)  # before something is compiled in vain
         if program is None:
             program = stored_programs.compile_and_save(spec, run, place)
+        check_like(loaded.result(), params)
         return Started(loaded.result(), state, program)

@@ -16,11 +16,9 @@ from flax import nnx
 from loads import Cost
 from no_pages import NoPages
 from paged_jax import EngineConfig, SamplingParams
-from paged_jax.engine.requests import Output, make_request, to_rows
 from paged_jax.engine.step import EngineState, init_state, run
 from paged_jax.models import load_model
-from paged_jax.scheduling import sequences
-from script import time_steps
+from script import time_steps, with_requests
 
 # A GUESS, NOT MEASURED: to be replaced by what `policies.py --calibrate` prints on a quiet machine,
 # with machine and date.
@@ -50,16 +48,8 @@ class Skip(NoPages):
 def state_of(model: Any, rows: int, context: int) -> EngineState:
     """Return a state in which that many rows wait with prompts of `context` tokens."""
     state = init_state(SIZES, model)
-    make = partial(
-        make_request,
-        config=SIZES,
-        cache_config=state.cache.config,
-        vocab_size=model.vocab_size,
-        eos_token_ids=(),
-    )
     params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
-    outputs = {i: Output(make(str(i), [1] * context, params), 0) for i in range(rows)}
-    return state.replace(seqs=sequences.add(state.seqs, to_rows(outputs, SIZES)))
+    return with_requests(state, [[1] * context] * rows, params, model.vocab_size)
 
 
 def calibrate(quick: bool = False) -> tuple[Cost, list[dict]]:

@@ -17,7 +17,13 @@ from paged_jax.kernels.paged_attention.splits import Cut, list_work, split_bound
 from paged_jax.kernels.paged_attention.tiles import QueryTiles
 
 DEVICE = "NVIDIA H200"
-BANDWIDTH = 4.8e12  # bytes a second, as published
+BANDWIDTHS = {  # bytes a second, as published
+    "NVIDIA A100-SXM4-80GB": 2.039e12,
+    "NVIDIA H100 80GB HBM3": 3.35e12,
+    "NVIDIA H200": 4.8e12,
+    "NVIDIA B200": 8.0e12,
+}
+BANDWIDTH = BANDWIDTHS[DEVICE]
 REACHED = 0.85  # of it, by large reads
 CYCLES_A_CHUNK = 1_400  # of a program's arithmetic on 64 tokens, on paper
 CLOCK = 1.755e9
@@ -86,9 +92,8 @@ def attention(lengths: list[int], model: Model = LLAMA_3_8B) -> Attention:
     work, _ = list_work(strips, cut, cut.max_lines(WIDTH, WIDTH))
     count = int(work.num_splits[0])
     chunks = -(-np.asarray(work.end - work.start)[:count] // CHUNK)
-    loads = np.zeros(programs, np.int64)
-    for number, units in enumerate(np.repeat(chunks, model.kv_heads)):
-        loads[number % programs] += units
+    units = np.repeat(chunks, model.kv_heads)
+    loads = np.bincount(np.arange(units.size) % programs, units, programs)
     size = int(2 * 2 * sum(lengths) * model.kv_heads * model.head_dim)
     # A program takes the longer of its arithmetic and its share of the bandwidth, which programs
     # without work leave to the others up to twice.

@@ -14,7 +14,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,10 +22,9 @@ from flax import nnx
 
 import gpu_model
 from paged_jax import EngineConfig, SamplingParams
-from paged_jax.engine.requests import Output, make_request, to_rows
 from paged_jax.engine.step import init_state, run
 from paged_jax.models import Llama, LlamaConfig
-from paged_jax.scheduling import sequences
+from script import with_requests
 
 STEPS, DISPATCHES = 32, 5
 SHAPES = {
@@ -88,16 +86,9 @@ def time_steps(prepared: Prepared, num_rows: int) -> dict:
     sizes, config, params = SHAPES[prepared.shape], prepared.config, prepared.params
     max_len, context = sizes["config"]["max_model_len"], sizes["context"]
     state = init_state(config, nnx.merge(prepared.graphdef, params))
-    make = partial(
-        make_request,
-        config=config,
-        cache_config=state.cache.config,
-        vocab_size=sizes["config"]["vocab_size"],
-        eos_token_ids=(),
-    )
     greedy = SamplingParams(temperature=0, max_tokens=max_len - context, ignore_eos=True)
-    requests = {n: Output(make(str(n), [1 + n] * context, greedy), 0) for n in range(num_rows)}
-    state = state.replace(seqs=sequences.add(state.seqs, to_rows(requests, config)))
+    prompts = [[1 + n] * context for n in range(num_rows)]
+    state = with_requests(state, prompts, greedy, sizes["config"]["vocab_size"])
     # Rows that run take a token of each step's budget.
     prefill = jnp.int32(-(-num_rows * context // (1024 - num_rows)) + 1)
     state, _ = jax.block_until_ready(prepared.program(params, state, prefill))

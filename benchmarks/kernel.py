@@ -30,6 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import gpu_model
+from gpu_model import BANDWIDTHS
 from paged_jax.kernels import plan_attention, ragged_paged_attention
 from paged_jax.kernels.paged_attention import dispatch
 from paged_jax.kernels.target_device import target_device_kind
@@ -37,12 +38,6 @@ from paged_jax.kernels.target_device import target_device_kind
 BATCHES = (1, 8, 64, 256)
 CONTEXTS = (512, 4096, 32_768)
 KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
-BANDWIDTHS = {  # bytes a second, as published
-    "NVIDIA A100-SXM4-80GB": 2.039e12,
-    "NVIDIA H100 80GB HBM3": 3.35e12,
-    "NVIDIA H200": 4.8e12,
-    "NVIDIA B200": 8.0e12,
-}
 # Calls walk over so many bytes before they come back to the first: more than a GPU's cache.
 CACHE_BYTES = 200e6
 COPY_BYTES = 2**31

@@ -3,6 +3,8 @@
 import argparse
 import json
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from paged_jax import SamplingParams
+from paged_jax.engine.requests import Output, make_request, to_rows
+from paged_jax.engine.step import EngineState
+from paged_jax.scheduling import sequences
 from peer_runs import machine
 
 
@@ -30,6 +36,22 @@ def describe_machine() -> str:
     found, device = machine.describe(), jax.devices()[0]
     gpu = "" if device.platform == "cpu" else f"; {device.device_kind}"
     return f"jax {jax.__version__}, {found['cpu']}, {found['cores']} cores{gpu}"
+
+
+def with_requests(
+    state: EngineState, prompts: Sequence[list[int]], params: SamplingParams, vocab_size: int
+) -> EngineState:
+    """Return the state with a row that waits for each prompt; no token ends an answer."""
+    config = state.config
+    make = partial(
+        make_request,
+        config=config,
+        cache_config=state.cache.config,
+        vocab_size=vocab_size,
+        eos_token_ids=(),
+    )
+    outputs = {row: Output(make(str(row), p, params), 0) for row, p in enumerate(prompts)}
+    return state.replace(seqs=sequences.add(state.seqs, to_rows(outputs, config)))
 
 
 def time_steps(program: Any, state: Any, steps: int, repeats: int) -> float:

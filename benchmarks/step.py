@@ -19,10 +19,8 @@ from flax import nnx
 
 from no_pages import NoPages
 from paged_jax import Engine, EngineConfig, SamplingParams
-from paged_jax.engine.requests import Output, make_request, to_rows
 from paged_jax.engine.step import init_state, run
-from paged_jax.scheduling import sequences
-from script import time_steps
+from script import time_steps, with_requests
 
 ROWS = (16, 64, 256)
 BLOCKS = (4096, 131_072, 1_048_576)
@@ -43,14 +41,9 @@ def decoding(rows: int, num_blocks: int, windows, caching: bool):
     """
     model, config = NoPages(MAX_LEN, windows), engine_config(rows, num_blocks, caching)
     state = init_state(config, model)
-    make = partial(
-        make_request, config=config, cache_config=state.cache.config, vocab_size=8, eos_token_ids=()
-    )
     params = SamplingParams(temperature=0, max_tokens=min(MAX_LEN // 2, num_blocks * 8))
-    requests = {
-        row: Output(make(str(row), [1] * (1 + row * 7 % 16), params), 0) for row in range(rows)
-    }
-    state = state.replace(seqs=sequences.add(state.seqs, to_rows(requests, config)))
+    prompts = [[1] * (1 + row * 7 % 16) for row in range(rows)]
+    state = with_requests(state, prompts, params, vocab_size=8)
     program = jax.jit(partial(run, model), donate_argnums=0)
     state, _ = program(state, jnp.int32(10))
     assert int(state.seqs.num_running) == rows

@@ -4,8 +4,6 @@
 kernels run in their interpreters in `tests/kernels`.
 """
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,7 +70,7 @@ def test_an_engine_gives_the_tokens_that_it_gives_in_other_company(widths, windo
     assert check_integrity(engine.state) == []
     want = []
     for prompt in prompts:
-        alone = engine.add_request(prompt, replace(params))
+        alone = engine.add_request(prompt, params)
         engine.run(60)
         want.append([token for u in engine.take(alone) for token in u.token_ids])
     assert got == want and all(map(len, got))

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from .scoring import LOWEST
 from .splits import Places
 from .tiles import Rows
+from .triton_program import broadcast
 
 MOST_NUMBERS = 4096  # of one program: 32 registers a thread for its sums
 
@@ -138,7 +139,7 @@ def _combine_token(refs: Refs, token, first_head, is_owned, sizes: Sizes) -> Non
     def add(j, sums: Sums) -> Sums:
         at = first + j * lines
         lse = pltriton.load(refs.partial_lse.at[kv_head, at], mask=is_live, other=-jnp.inf)
-        place = _broadcast(mask.shape, kv_head[:, None], at[:, None], dims)
+        place = broadcast(mask.shape, kv_head[:, None], at[:, None], dims)
         mean = pltriton.load(refs.partial_out.at[place], mask=mask, other=0)
         has_key = lse != -jnp.inf  # true for NaN
         top = jnp.maximum(sums.top, jnp.where(has_key, lse, LOWEST))
@@ -150,8 +151,8 @@ def _combine_token(refs: Refs, token, first_head, is_owned, sizes: Sizes) -> Non
     start = Sums(zeros + LOWEST, zeros, jnp.zeros(mask.shape, jnp.float32))
     out, lse = _finish(lax.fori_loop(0, num_splits, add, start), refs, kv_head, in_group)
     head = kv_head * group + in_group
-    pltriton.store(refs.lse.at[_broadcast(head.shape, token, head)], lse, mask=is_live)
-    place = _broadcast(mask.shape, token, head[:, None], dims)
+    pltriton.store(refs.lse.at[broadcast(head.shape, token, head)], lse, mask=is_live)
+    place = broadcast(mask.shape, token, head[:, None], dims)
     pltriton.store(refs.out.at[place], out.astype(refs.out.dtype), mask=mask)
 
 
@@ -169,8 +170,3 @@ def _finish(sums: Sums, refs: Refs, kv_head, in_group) -> tuple[Array, Array]:
     total = jnp.where(has_any, total, 1.0)
     out = jnp.where(has_any[:, None], acc / total[:, None], 0.0)
     return out, jnp.where(has_any, top + jnp.log(total), -jnp.inf)
-
-
-def _broadcast(shape: tuple[int, ...], *at) -> tuple[Array, ...]:
-    """Broadcast coordinates to one shape, which Pallas-Triton asks for."""
-    return tuple(jnp.broadcast_to(x, shape) for x in at)

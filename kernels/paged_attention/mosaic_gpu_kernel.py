@@ -2,8 +2,7 @@
 
 A program (`mosaic_gpu_program.py`) takes units of work in turn, and walks over each one's split of
 a context in chunks of keys, with an online softmax. K and V come a page at a time through TMA into
-a ring of chunks in shared memory; the block table is read at the start
-of the trip that copies.
+a ring of chunks in shared memory; the block table is read at the start of the trip that copies.
 Both products are WGMMA, 64 rows wide.
 
 Decode is bound by memory: a chunk of 64 tokens of head_dim 128 takes about 1,600 cycles of an
@@ -33,7 +32,7 @@ from .mosaic_gpu_program import (
     locate_unit,
 )
 from .scoring import LOG2_E, LOWEST
-from .splits import LINE_GROUP
+from .splits import LINE_GROUP, for_each_unit
 
 
 class Sums(NamedTuple):
@@ -47,16 +46,12 @@ class Sums(NamedTuple):
 def run_program(*refs, static: Static, **smem) -> None:
     """Do the units of work of one program."""
     refs, scratch = Refs(*refs), Scratch(**smem)
-    first = lax.axis_index("program")
-    num_units = refs.num_splits[0] * refs.k.shape[2]
-    trips = pl.cdiv(jnp.maximum(num_units - first, 0), jnp.int32(static.programs))
 
-    def run(trip, carry):
-        unit = locate_unit(first + trip * static.programs, refs, static)
-        _attend(Kernel(refs, scratch, static, unit))
-        return carry
+    def run(number):
+        _attend(Kernel(refs, scratch, static, locate_unit(number, refs, static)))
 
-    lax.fori_loop(0, trips, run, jnp.int32(0))
+    sizes = static.programs, refs.num_splits[0], refs.k.shape[2]
+    for_each_unit(lax.axis_index("program"), *sizes, run)
 
 
 def _attend(kernel: Kernel) -> None:

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from .scoring import Scoring
-from .splits import LINE_GROUP
+from .splits import LINE_GROUP, locate_in_work
 
 ROWS = 64  # of a WGMMA
 CHUNK = 64  # tokens of context in one trip of the loop
@@ -83,8 +83,8 @@ class Unit(NamedTuple):
     Its queries are at `position` and the positions after it. The keys that some of them sees are
     `first_key` to `end_key - 1`; the first of its `chunks` begins at `start`, and of the chunks
     `whole_begin` to `whole_end - 1` every row sees every key. Its `groups` of lines in the results
-    begin with `first_group`. `column` and `last_column` are the first and the last block of its
-    sequence.
+    begin with `first_group`. `column` and `last_column` are the places of its first and
+    last block in the table.
     """
 
     strip: Array
@@ -143,8 +143,8 @@ def locate_unit(number, refs: Refs, static: Static) -> Unit:
     Example, rows 130 and 131, no window, pages of 16, a split from key 128 on, 4 heads: keys 128 to
     131, 1 chunk, columns 8 to 8, 1 group of lines.
     """
-    block_size, kv_heads = jnp.int32(refs.k.shape[1]), jnp.int32(refs.k.shape[2])
-    split = lax.div(number, kv_heads)
+    block_size = jnp.int32(refs.k.shape[1])
+    split, kv_head = locate_in_work(number, refs.k.shape[2])
     strip, start, end_key = (
         ref[split] for ref in (refs.strips, refs.split_starts, refs.split_ends)
     )
@@ -160,7 +160,7 @@ def locate_unit(number, refs: Refs, static: Static) -> Unit:
     seen_by_all = jnp.maximum(jnp.minimum(end_key, position + 1) - start, 0)
     return Unit(
         strip=strip,
-        kv_head=lax.rem(number, kv_heads),
+        kv_head=kv_head,
         seq=refs.seqs[strip],
         position=position,
         first_key=first_key,

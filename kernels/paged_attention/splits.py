@@ -10,6 +10,7 @@ All of it is compares and sums on small arrays, equal for all layers of a decode
 it once a step.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -98,6 +99,23 @@ class Work(NamedTuple):
     end: Int[Array, "I"]
     line: Int[Array, "I"]
     num_splits: Int[Array, "1"]
+
+
+def for_each_unit(program, programs: int, num_splits, kv_heads, run: Callable) -> None:
+    """Call `run(number)` for the units of one program, in a loop of the kernel."""
+    num_units = num_splits * kv_heads
+    trips = pl.cdiv(jnp.maximum(num_units - program, 0), jnp.int32(programs))
+
+    def run_next(trip, carry):
+        run(program + trip * programs)
+        return carry
+
+    lax.fori_loop(0, trips, run_next, jnp.int32(0))
+
+
+def locate_in_work(number, kv_heads: int) -> tuple[Array, Array]:
+    """Return the split and the KV head of a unit: 2 KV heads, unit 5 -> split 2, head 1."""
+    return lax.div(number, jnp.int32(kv_heads)), lax.rem(number, jnp.int32(kv_heads))
 
 
 class Places(NamedTuple):

@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
 from .scoring import LOG2_E, LOWEST
+from .splits import for_each_unit
 from .triton_program import (
     Blocking,
     Context,
@@ -69,15 +70,12 @@ class Sums(NamedTuple):
 def run_program(*refs, static: Static, has_scale: tuple[bool, ...]) -> None:
     """Do the units of work of one program."""
     refs = Refs.of(refs, has_scale)
-    first = pl.program_id(0)
-    num_units = refs.num_splits[0] * refs.k.shape[2]
-    trips = pl.cdiv(jnp.maximum(num_units - first, 0), jnp.int32(static.programs))
 
-    def run(trip, carry):
-        _run_unit(refs, static, Unit.of(refs, first + trip * static.programs))
-        return carry
+    def run(number):
+        _run_unit(refs, static, Unit.of(refs, number))
 
-    lax.fori_loop(0, trips, run, jnp.int32(0))
+    sizes = static.programs, refs.num_splits[0], refs.k.shape[2]
+    for_each_unit(pl.program_id(0), *sizes, run)
 
 
 def _run_unit(refs: Refs, static: Static, unit: Unit) -> None:

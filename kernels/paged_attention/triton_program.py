@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
 from .scoring import Scoring
+from .splits import locate_in_work
 
 
 class Blocking(NamedTuple):
@@ -100,13 +101,12 @@ class Unit(NamedTuple):
     @classmethod
     def of(cls, refs: Refs, number) -> "Unit":
         """Return the unit of a number; KV heads come first."""
-        kv_heads = jnp.int32(refs.k.shape[2])
-        split = lax.div(number, kv_heads)
+        split, kv_head = locate_in_work(number, refs.k.shape[2])
         # Volatile, or the compiler would keep what it read before the loop.
         strip, line = (
             pltriton.load(ref.at[split], volatile=True) for ref in (refs.strips, refs.first_lines)
         )
-        return cls(lax.rem(number, kv_heads), split, strip, line)
+        return cls(kv_head, split, strip, line)
 
 
 class Lines(NamedTuple):

@@ -7,6 +7,7 @@ another one    reads and converts the params
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -59,14 +60,20 @@ def start(
     args = (params, state_shapes, *run_args(config, 0, []))
     spec = Spec(graphdef, widths, shapes_of(args), stored_programs.settings())
     with ThreadPoolExecutor(2) as threads:
-        loaded = threads.submit(keep_default_device(load))
+        loaded = threads.submit(keep_default_device(partial(_load_checked, load, params)))
         place = stored_programs.find_place(spec)
         stored = threads.submit(stored_programs.load, place)
         state = init_state(config, model)
         program = stored.result()
         if loaded.done():
-            check_like(loaded.result(), params)  # before something is compiled in vain
+            loaded.result()  # raises before something is compiled in vain
         if program is None:
             program = stored_programs.compile_and_save(spec, run, place)
-        check_like(loaded.result(), params)
         return Started(loaded.result(), state, program)
+
+
+def _load_checked(load: Callable[[], Any], shapes: Any) -> Any:
+    """Return what `load` does, which must have those shapes."""
+    params = load()
+    check_like(params, shapes)
+    return params

@@ -25,7 +25,7 @@ BANDWIDTHS = {  # bytes a second, as published
 }
 BANDWIDTH = BANDWIDTHS[DEVICE]
 REACHED = 0.85  # of it, by large reads
-CYCLES_A_CHUNK = 1_400  # of a program's arithmetic on 64 tokens, on paper
+CYCLES_A_CHUNK = 1_050  # of a program's arithmetic on 64 tokens, on paper
 CLOCK = 1.755e9
 LAUNCH = 2.5e-6  # seconds from one small kernel to the next, in a graph or not
 SYNC = 15e-6  # seconds until the host has read a predicate and launched what follows

@@ -176,29 +176,45 @@ def test_every_combination_of_mosaic_compiles_for_an_h200(
     record_property("measured", f"... up to {max(registers)} registers")
 
 
-@pytest.mark.parametrize("head_dim, window", [(64, None), (128, None), (128, 100)])
-def test_mosaic_masks_only_the_edges_of_a_context(
-    head_dim, window, record_property, monkeypatch, tmp_path
-):
-    """The loop over whole chunks compares nothing but its counter and the chunk ahead."""
+def _loops_of_mosaic(head_dim: int, num_tokens: int, window, monkeypatch, tmp_path):
+    """Return the loops of the kernel with most code: of several rows, where there are any."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
-    arrays, _ = _arguments(0, head_dim, 16, 4, "bfloat16", SEQS)
+    arrays, _ = _arguments(0, head_dim, 16, 4, "bfloat16", num_tokens)
     # Of a scale of its own: what was compiled before is not compiled again.
-    made = [(arrays, dict(sinks=False, window=window, scale=0.375))]
+    made = [(arrays, dict(sinks=False, window=window, scale=0.375 + num_tokens / 1024))]
     _compile_calls("h200", "mosaic_gpu", made, None)
-    (text,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
+    texts = [path.read_text() for path in tmp_path.glob("*.ptx")]
+    assert len(texts) == 1 + (num_tokens > SEQS)
+    return ptx.loops(max(texts, key=len))
+
+
+@pytest.mark.parametrize(
+    "head_dim, num_tokens, window",
+    [(64, SEQS, None), (128, SEQS, None), (128, SEQS, 100), (128, 64, None)],
+)
+def test_mosaic_loads_apart_and_masks_only_the_edges_of_a_context(
+    head_dim, num_tokens, window, record_property, monkeypatch, tmp_path
+):
+    loops = _loops_of_mosaic(head_dim, num_tokens, window, monkeypatch, tmp_path)
     # The loop over units has the others in it.
-    products = [loop for loop in ptx.loops(text) if loop["wgmma"]]
-    inner = [loop for loop in products if loop["wgmma"] == min(x["wgmma"] for x in products)]
-    whole = min((loop for loop in inner if loop["cp"]), key=lambda loop: loop["setp"])
-    counts = {name: whole[name] for name in ("wgmma", "ex2", "bar", "cp", "setp", "selp")}
-    record_property(
-        "measured", f"h200, head_dim {head_dim}, window {window}, a whole chunk: {counts}"
-    )
-    assert whole["setp"] <= 4 and whole["selp"] == 0
-    assert whole["bar"] <= 5 and whole["cp"] == 8  # one warp issues the copies: no barrier for each
-    assert max(loop["setp"] for loop in inner) > 32
+    products = [loop for loop in loops if ptx.count(loop)["wgmma"]]
+    fewest = min(ptx.count(loop)["wgmma"] for loop in products)
+    inner = [loop for loop in products if ptx.count(loop)["wgmma"] == fewest]
+    whole = min(inner, key=lambda loop: ptx.count(loop)["setp"])
+    counts = ptx.count(whole)
+    shown = {name: counts[name] for name in ("wgmma", "ex2", "bar", "cp", "setp", "selp")}
+    record_property("measured", f"h200, head_dim {head_dim}, window {window}: {shown}")
+    # The loop over whole chunks compares nothing but its counter.
+    assert counts["setp"] == 1 and counts["selp"] == 0
+    assert counts["bar"] <= 3 and counts["cp"] == 0
+    assert max(ptx.count(loop)["setp"] for loop in inner) > 32
+    # While the scores of the next chunk are multiplied, the softmax of this one is computed.
+    after = [name for name in whole if name.startswith(("wgmma.commit", "ex2", "wgmma.wait"))]
+    assert after[0].startswith("wgmma.commit") and after[35].startswith("wgmma.wait")
+    # The producer waits for nothing but a free place, and for no product.
+    loads = [loop for loop in loops if ptx.count(loop)["cp"] and not ptx.count(loop)["wgmma"]]
+    assert any(ptx.count(loop)["cp"] == 8 and ptx.count(loop)["setp"] <= 2 for loop in loads)
 
 
 @pytest.mark.parametrize(

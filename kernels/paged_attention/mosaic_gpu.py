@@ -1,7 +1,7 @@
 """Paged attention with Pallas Mosaic GPU: Hopper (sm_90a), bfloat16 and float16, pages of 8 to 64.
 
-The call is here, the kernel in `mosaic_gpu_kernel.py`, what its programs are in
-`mosaic_gpu_program.py`.
+The call is here, the kernel in `mosaic_gpu_kernel.py`, its loads in `mosaic_gpu_producer.py`, what
+its programs are in `mosaic_gpu_program.py`.
 
 Why WGMMA: with `plgpu.mma`, which needs no Hopper, one kernel compiles for sm_80 (cp.async) and
 sm_90 (TMA). But neither it nor a copy without a barrier has a rule in the interpreters of jax
@@ -24,7 +24,7 @@ from . import dispatch
 from .combine import Partials
 from .in_splits import Kernel, attend_in_splits
 from .mosaic_gpu_kernel import run_program
-from .mosaic_gpu_program import CHUNK, ROWS, Static, scratch_types
+from .mosaic_gpu_program import CHUNK, Static, ring_size, scratch_types, strip_rows
 from .plan import AttentionPlan
 from .scoring import Scales, Scoring
 from .splits import LINE_GROUP, Work
@@ -48,16 +48,17 @@ def attend(
     assert scales.k is None and scales.v is None, "dispatch.py does not let scales through"
     kv_heads, head_dim = k_pages.shape[2:]
     heads = pl.next_power_of_2(q.shape[1] // kv_heads)
-    # Shared memory holds the rings of two programs of head_dim 64, of one of 128.
-    device_kind, resident = target_device_kind(), 128 // head_dim
-    programs = dispatch.num_programs(device_kind, resident, bool(interpret))
+    # Shared memory holds the rings of one program.
+    programs = dispatch.num_programs(target_device_kind(), 1, bool(interpret))
     params = plgpu.InterpretGPUParams() if interpret is True else interpret or None
 
     def rows(tile: int) -> int:
-        return min(tile, ROWS // heads)
+        return strip_rows(tile, heads, k_pages.shape[1], scoring)
 
     def run(strips: QueryTiles, work: Work, tile: int, num_lines: int) -> Partials:
-        static = Static(rows(tile), heads, programs, num_lines, scoring, params)
+        ring = ring_size(rows(tile) * heads, head_dim)
+        sizes = rows(tile), heads, programs, num_lines, head_dim, ring
+        static = Static(*sizes, scoring, params)
         return _run(q, k_pages, v_pages, plan.tables, strips, work, static)
 
     kernel = Kernel(run=run, heads=heads, rows=rows, chunk=lambda _: CHUNK)
@@ -75,9 +76,11 @@ def _run(q, k_pages, v_pages, tables, strips: QueryTiles, work: Work, static: St
             jax.ShapeDtypeStruct((*groups, head_dim), jnp.float32),
             jax.ShapeDtypeStruct(groups, jnp.float32),
         ),
-        scratch_types=scratch_types(block_size, head_dim, q.dtype),
+        scratch_types=scratch_types(block_size, q.dtype, static),
         grid=(static.programs,),
         grid_names=("program",),
+        num_threads=static.consumers + 1,
+        thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=static.interpret,
     )

@@ -1,14 +1,14 @@
-"""The Pallas Mosaic GPU kernel of `mosaic_gpu.py`.
+"""The Pallas Mosaic GPU kernel of `mosaic_gpu.py`: what its warpgroups do.
 
-A program (`mosaic_gpu_program.py`) takes units of work in turn, and walks over each one's split of
-a context in chunks of keys, with an online softmax. K and V come a page at a time through TMA into
-a ring of chunks in shared memory; the block table is read at the start of the trip that copies.
-Both products are WGMMA, 64 rows wide.
+A program is described in `mosaic_gpu_program.py`. Its producer (`mosaic_gpu_producer.py`) fills
+rings in shared memory. A consumer, here, walks over the split of each unit in chunks of keys, with
+an online softmax for 64 lines. Both products are WGMMA: the scores of a chunk are multiplied while
+the softmax of the chunk before it is computed.
 
 Decode is bound by memory: a chunk of 64 tokens of head_dim 128 takes about 1,600 cycles of an
-H200's bandwidth per multiprocessor. This warpgroup issues about 540 instructions for it, and its
-12 WGMMA take about 510 cycles more. Of that nothing overlaps but the copies, so it is near 1,400
-in all. On paper: nothing was measured.
+H200's bandwidth per multiprocessor. A consumer issues 464 instructions for it, 12 of them WGMMA of
+about 510 cycles, of which the first half runs beside the softmax: near 1,050 cycles in all with the
+waits. On paper: nothing was measured.
 """
 
 from functools import partial
@@ -20,201 +20,256 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from .mosaic_gpu_producer import load_unit
 from .mosaic_gpu_program import (
     CHUNK,
-    RING,
     ROWS,
     Kernel,
+    Place,
     Refs,
     Scratch,
     Static,
     Unit,
-    locate_unit,
+    in_ring,
+    walk_units,
 )
 from .scoring import LOG2_E, LOWEST
-from .splits import LINE_GROUP, for_each_unit
+from .splits import LINE_GROUP
+
+# Registers of a thread of two consumers and a producer: 504 of the 512 that there are for three.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+
+
+class Turn(NamedTuple):
+    """What the steps of one consumer's work on a unit share."""
+
+    kernel: Kernel
+    unit: Unit
+    place: Place
+    consumer: int
 
 
 class Sums(NamedTuple):
-    """A softmax in progress, by row; scores are in units of log 2."""
+    """A softmax in progress, by line; scores are in units of log 2, values cut by columns."""
 
     top: Array
     total: Array
-    acc: Array
+    acc: tuple[Array, ...]
 
 
 def run_program(*refs, static: Static, **smem) -> None:
     """Do the units of work of one program."""
-    refs, scratch = Refs(*refs), Scratch(**smem)
+    kernel = Kernel(Refs(*refs), Scratch(**smem), static)
+    warpgroup = lax.axis_index("warpgroup")
 
-    def run(number):
-        _attend(Kernel(refs, scratch, static, locate_unit(number, refs, static)))
+    # A body for each: offsets by a number that is not static would take dozens of registers.
+    for consumer in range(static.consumers):
+        pl.when(warpgroup == consumer)(partial(_consume, kernel, consumer))
 
-    sizes = static.programs, refs.num_splits[0], refs.k.shape[2]
-    for_each_unit(lax.axis_index("program"), *sizes, run)
+    @pl.when(warpgroup == static.consumers)
+    def produce():
+        if static.consumers > 1:
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        walk_units(kernel, partial(load_unit, kernel))
 
 
-def _attend(kernel: Kernel) -> None:
-    """Run the loop over the context of a unit, with copies RING - 1 chunks ahead of it."""
-    refs, smem, static, unit = kernel
-    queries = refs.q.at[unit.strip, unit.kv_head]
-    plgpu.copy_gmem_to_smem(queries, smem.q.at[pl.ds(0, static.size)], smem.q_ready)
-    for chunk in range(RING - 1):
-        pl.when(chunk < unit.chunks)(partial(_read_and_load, kernel, chunk))
-    plgpu.barrier_wait(smem.q_ready)
-    # Only the edges of a context are masked.
-    masked, whole = (partial(_add_chunk, kernel, is_masked) for is_masked in (True, False))
-    sums = _start_sums(refs.k.shape[3])
+def _consume(kernel: Kernel, consumer: int) -> None:
+    if kernel.static.consumers > 1:
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+    walk_units(kernel, lambda unit, place: _attend(Turn(kernel, unit, place, consumer)))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _attend(turn: Turn) -> None:
+    """Run the loop over the context of a unit. Only the edges of a context are masked."""
+    smem, unit, static = turn.kernel.smem, turn.unit, turn.kernel.static
+    q_slot, _ = in_ring(turn.place.unit, static.query_slots)
+    plgpu.barrier_wait(smem.q_ready.at[q_slot])
+    masked, whole = (partial(_advance, turn, is_masked) for is_masked in (True, False))
+    last = unit.chunks - 1
+    carry = _score_first(turn), _start_sums(static)
+    begin = jnp.minimum(unit.whole_begin, last)
     if static.scoring.window is not None:
-        sums = lax.fori_loop(0, unit.whole_begin, masked, sums)
-    sums = lax.fori_loop(unit.whole_begin, unit.whole_end, whole, sums)
-    sums = lax.fori_loop(unit.whole_end, unit.chunks, masked, sums)
-    _write(kernel, *_finish(sums))
+        carry = lax.fori_loop(0, begin, masked, carry)
+    carry = lax.fori_loop(begin, jnp.minimum(unit.whole_end, last), whole, carry)
+    products, sums = lax.fori_loop(jnp.minimum(unit.whole_end, last), last, masked, carry)
+    plgpu.barrier_arrive(smem.q_free.at[q_slot])
+    sums, decay = _add_weights(turn, True, last, products, sums)
+    _write(turn, *_finish(_add_values(turn, True, last, sums, decay)))
 
 
-def _read_and_load(kernel: Kernel, chunk: int) -> None:
-    _load(kernel, jnp.int32(chunk), _read_table(kernel, chunk))
-
-
-def _read_table(kernel: Kernel, chunk) -> list[Array]:
-    """Read the ids of a chunk's blocks.
-
-    Past the split the last block's is read again: its copy comes from the cache, and every copy
-    that a barrier waits for is made.
-
-    Example, pages of 16, blocks 0 to 5 in the context: chunk 1 has the blocks [4, 5, 5, 5].
-    """
-    unit, pages = kernel.unit, CHUNK // kernel.refs.k.shape[1]
-    columns = (unit.column + chunk * pages + j for j in range(pages))
-    return [
-        kernel.refs.tables[unit.seq, jnp.clip(column, 0, unit.last_column)] for column in columns
-    ]
-
-
-def _load(kernel: Kernel, chunk, blocks: list[Array]) -> None:
-    """Start the copies of a chunk's K and V into its place in the ring.
-
-    One warp does: where all four come together for it, each copy costs a barrier.
-    """
-    refs, smem, kv_head = kernel.refs, kernel.smem, kernel.unit.kv_head
-    slot, block_size = lax.rem(chunk, jnp.int32(RING)), refs.k.shape[1]
-
-    @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
-    def run_in_warps():
-        @pl.when(lax.axis_index("warp") == 0)
-        def copy():
-            for j, block in enumerate(blocks):
-                at = slot, pl.ds(j * block_size, block_size)
-                page = block, slice(None), kv_head
-                plgpu.copy_gmem_to_smem(refs.k.at[page], smem.k.at[at], smem.k_ready.at[slot])
-                plgpu.copy_gmem_to_smem(refs.v.at[page], smem.v.at[at], smem.v_ready.at[slot])
-
-
-def _start_sums(head_dim: int) -> Sums:
+def _start_sums(static: Static) -> Sums:
     """Return the sums over no key."""
     line = plgpu.Layout.WGMMA.reduce(1)
+    zeros = jnp.zeros((ROWS, static.part), jnp.float32)
     return Sums(
         plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), line),
         plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), line),
-        plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
+        tuple(
+            plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+            for _ in range(static.head_dim // static.part)
+        ),
     )
 
 
-def _add_chunk(kernel: Kernel, is_masked: bool, i, sums: Sums) -> Sums:
-    """Add chunk i of the context to the sums, and start the copies of the chunk RING - 1 ahead."""
-    smem, unit = kernel.smem, kernel.unit
-    slot, ahead = lax.rem(i, jnp.int32(RING)), i + (RING - 1)
-    # Used further down: the copies that need them must not wait for them.
-    blocks = _read_table(kernel, ahead)
+def _score_first(turn: Turn) -> Array:
+    products, _ = _multiply_keys(turn, 0, lambda: None)
+    return products
+
+
+def _advance(turn: Turn, is_masked: bool, i, carry: tuple[Array, Sums]) -> tuple[Array, Sums]:
+    """Add chunk i of the context to the sums, and multiply the keys of the next."""
+    products, sums = carry
+    softmax = partial(_add_weights, turn, is_masked, i, products, sums)
+    products, (sums, decay) = _multiply_keys(turn, i + 1, softmax)
+    return products, _add_values(turn, is_masked, i, sums, decay)
+
+
+def _multiply_keys(turn: Turn, i, meanwhile):
+    """Return the products of the queries and the keys of chunk i, and what `meanwhile` returns."""
+    smem, static = turn.kernel.smem, turn.kernel.static
+    q_slot, _ = in_ring(turn.place.unit, static.query_slots)
+    slot, _ = in_ring(turn.place.chunk + i, static.ring)
     plgpu.barrier_wait(smem.k_ready.at[slot])
-    scores = _score(kernel, slot)
+
+    def run(accumulator):
+        keys = smem.k.at[slot].transpose((1, 0))
+        plgpu.wgmma(accumulator, smem.q.at[q_slot, turn.consumer], keys)
+        result = meanwhile()
+        return accumulator[...], result  # which waits for the product
+
+    results = pl.run_scoped(run, plgpu.ACC((ROWS, CHUNK), jnp.float32))
+    plgpu.barrier_arrive(smem.k_free.at[slot])
+    return results
+
+
+def _add_weights(turn: Turn, is_masked: bool, i, products, sums: Sums) -> tuple[Sums, Array]:
+    """Add a chunk to the softmax: return (sums without its values, decay), and store its weights.
+
+    `products` are those of queries and keys.
+    """
+    smem, static = turn.kernel.smem, turn.kernel.static
+    scores = _score(products, static)
     if is_masked:
-        scores = _mask(scores, i, unit, kernel.static)
+        scores = _mask(scores, i, turn)
     top = jnp.maximum(sums.top, scores.max(axis=1))
     # A row that has seen no key adds weights of 1, and drops them once it sees one.
     weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
     decay = jnp.exp2(sums.top - top)
     total = sums.total * decay + weights.sum(axis=1)
-    weights_slot = lax.rem(i, jnp.int32(2))
-    smem.weights[weights_slot] = weights.astype(smem.weights.dtype)
-    plgpu.barrier_wait(smem.v_ready.at[slot])
-    if is_masked:
-        first = unit.start + i * CHUNK
-        has_outside = (first < unit.first_key) | (first + CHUNK > unit.end_key)
-        pl.when(has_outside)(partial(_clear_outside, kernel, slot, first))
-    # Makes the stores visible to WGMMA, and is a barrier: from here on nothing reads the chunk
-    # before this one.
+    slot, _ = in_ring(i, 2)
+    smem.weights[turn.consumer, slot] = weights.astype(smem.weights.dtype)
+    # Makes the stores visible to WGMMA. It is a barrier, so nothing reads the weights before these.
     plgpu.commit_smem()
-    pl.when(ahead < unit.chunks)(partial(_load, kernel, ahead, blocks))
-    summed = _multiply(smem.weights.at[weights_slot], smem.v.at[slot])
-    return Sums(top, total, sums.acc * lax.broadcast_in_dim(decay, summed.shape, [0]) + summed)
+    return Sums(top, total, sums.acc), decay
 
 
-def _score(kernel: Kernel, slot) -> Array:
-    """Return the scores of a chunk in units of log 2, [ROWS, CHUNK]."""
-    scoring = kernel.static.scoring
-    products = _multiply(kernel.smem.q, kernel.smem.k.at[slot].transpose((1, 0)))
+def _score(products, static: Static) -> Array:
+    """Return the scores in units of log 2."""
+    scoring = static.scoring
     if scoring.soft_cap is None:
         return products * (scoring.scale * LOG2_E)
     return (scoring.soft_cap * LOG2_E) * _tanh(products * (scoring.scale / scoring.soft_cap))
 
 
-def _mask(scores, i, unit: Unit, static: Static) -> Array:
+def _mask(scores, i, turn: Turn) -> Array:
     """Return the scores, LOWEST where a row does not see a key."""
-    keys = unit.start + i * CHUNK + _iota(scores.shape, 1)
-    query = unit.position + lax.div(_iota(scores.shape, 0), jnp.int32(static.heads))
-    visible = (keys <= query) & (keys < unit.end_key)
+    unit, static = turn.unit, turn.kernel.static
+    line = turn.consumer * ROWS + _iota(ROWS, 0)
+    query = unit.position + lax.div(line, jnp.int32(static.heads))
+    first = unit.start + i * CHUNK
+    key = lax.broadcast_in_dim(_iota(CHUNK, 1), scores.shape, [1])
+    # Bounds by row: few registers. An iota of two axes is an index by element.
+    end = jnp.minimum(query + 1, unit.end_key) - first
+    visible = key < lax.broadcast_in_dim(end, scores.shape, [0])
     if static.scoring.window is not None:
-        visible &= keys > query - static.scoring.window
+        begin = query - static.scoring.window - first
+        visible &= key > lax.broadcast_in_dim(begin, scores.shape, [0])
     return jnp.where(visible, scores, LOWEST)
 
 
-def _clear_outside(kernel: Kernel, slot, first) -> None:
-    """Replace the values of a chunk by 0 where no row sees them: they may be NaN."""
-    smem, unit = kernel.smem, kernel.unit
-    v = plgpu.load(smem.v.at[slot], layout=plgpu.Layout.WGMMA)
-    keys = first + _iota(v.shape, 0)
-    is_inside = (keys >= unit.first_key) & (keys < unit.end_key)
-    smem.v[slot] = jnp.where(is_inside, v, jnp.zeros_like(v))
+def _add_values(turn: Turn, is_masked: bool, i, sums: Sums, decay) -> Sums:
+    """Return the sums with the values of chunk i, by the weights that are in shared memory."""
+    smem, static = turn.kernel.smem, turn.kernel.static
+    slot, _ = in_ring(turn.place.chunk + i, static.ring)
+    plgpu.barrier_wait(smem.v_ready.at[slot])
+    if is_masked:
+        first = turn.unit.start + i * CHUNK
+        has_outside = (first < turn.unit.first_key) | (first + CHUNK > turn.unit.end_key)
+        pl.when(has_outside)(partial(_clear_outside, turn, slot, first))
+    slots = turn.consumer, in_ring(i, 2)[0]
+    acc = []
+    for part, before in enumerate(sums.acc):
+        columns = pl.ds(part * static.part, static.part)
+        product = _multiply(smem.weights.at[slots], smem.v.at[slot, :, columns])
+        acc.append(before * lax.broadcast_in_dim(decay, before.shape, [0]) + product)
+    plgpu.barrier_arrive(smem.v_free.at[slot])
+    return sums._replace(acc=tuple(acc))
 
 
 def _multiply(a, b) -> Array:
     """Return the product of two matrices in shared memory."""
-    shape = (a.shape[0], b.shape[1])
-    return pl.run_scoped(partial(_multiply_into, a, b), plgpu.ACC(shape, jnp.float32))
+
+    def run(accumulator):
+        plgpu.wgmma(accumulator, a, b)
+        return accumulator[...]  # which waits for it
+
+    return pl.run_scoped(run, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def _multiply_into(a, b, product) -> Array:
-    plgpu.wgmma(product, a, b)
-    return product[...]
+def _clear_outside(turn: Turn, slot, first) -> None:
+    """Replace the values of a chunk by 0 where no row sees them: they may be NaN.
+
+    The first consumer does, and another waits until it has.
+    """
+    smem, unit = turn.kernel.smem, turn.unit
+
+    if turn.consumer > 0:
+        plgpu.barrier_wait(smem.v_clean.at[slot])
+        return
+    v = plgpu.load(smem.v.at[slot], layout=plgpu.Layout.WGMMA)
+    keys = lax.broadcast_in_dim(first + _iota(CHUNK, 0), v.shape, [0])
+    is_inside = (keys >= unit.first_key) & (keys < unit.end_key)
+    smem.v[slot] = jnp.where(is_inside, v, jnp.zeros_like(v))
+    plgpu.commit_smem()
+    if turn.kernel.static.consumers > 1:
+        plgpu.barrier_arrive(smem.v_clean.at[slot])
 
 
-def _finish(sums: Sums) -> tuple[Array, Array]:
+def _finish(sums: Sums) -> tuple[tuple[Array, ...], Array]:
     """Return the mean of the values and the log-sum-exp, by row; 0 and -inf without a key."""
     has_key = (sums.top > LOWEST) | (sums.total != sums.total)  # a total of NaN has seen NaN
     total = jnp.where(has_key, sums.total, 1.0)
     factor = jnp.where(has_key, 1 / total, 0.0)
     lse = jnp.where(has_key, sums.top * (1 / LOG2_E) + jnp.log(total), -jnp.inf)
-    return sums.acc * lax.broadcast_in_dim(factor, sums.acc.shape, [0]), lse
+    return tuple(x * lax.broadcast_in_dim(factor, x.shape, [0]) for x in sums.acc), lse
 
 
-def _write(kernel: Kernel, out, lse) -> None:
+def _write(turn: Turn, out, lse) -> None:
     """Write the results through shared memory, the groups of lines that there are."""
-    smem, static, unit = kernel.smem, kernel.static, kernel.unit
-    smem.out[...] = out
-    smem.lse[...] = lse
-    plgpu.commit_smem()
-    for group in range(static.size // LINE_GROUP):
-        pl.when(group < unit.groups)(partial(_write_group, kernel, group))
-    plgpu.wait_smem_to_gmem(0)
+    smem, static = turn.kernel.smem, turn.kernel.static
+    lines = min(ROWS, static.size - turn.consumer * ROWS)
+    for part, values in enumerate(out):
+        # What was written before must have left shared memory.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        smem.out[turn.consumer] = values
+        if part == 0:
+            smem.lse[turn.consumer] = lse
+        plgpu.commit_smem()
+        for group in range(lines // LINE_GROUP):
+            number = turn.consumer * (ROWS // LINE_GROUP) + group
+            pl.when(number < turn.unit.groups)(partial(_write_group, turn, group, number, part))
 
 
-def _write_group(kernel: Kernel, group: int) -> None:
+def _write_group(turn: Turn, group: int, number: int, part: int) -> None:
     """Write a group of lines. It is whole in the results, too: TMA stores whole tiles."""
-    refs, smem, _, unit = kernel
-    lines, place = pl.ds(group * LINE_GROUP, LINE_GROUP), (unit.kv_head, unit.first_group + group)
-    plgpu.copy_smem_to_gmem(smem.out.at[lines], refs.out.at[place])
-    plgpu.copy_smem_to_gmem(smem.lse.at[lines], refs.lse.at[place])
+    refs, smem, static = turn.kernel
+    lines = turn.consumer, pl.ds(group * LINE_GROUP, LINE_GROUP)
+    to = turn.unit.kv_head, turn.unit.first_group + number
+    columns = slice(None), pl.ds(part * static.part, static.part)
+    plgpu.copy_smem_to_gmem(smem.out.at[lines], refs.out.at[(*to, *columns)])
+    if part == 0:
+        plgpu.copy_smem_to_gmem(smem.lse.at[lines], refs.lse.at[to])
 
 
 def _tanh(x) -> Array:
@@ -222,5 +277,7 @@ def _tanh(x) -> Array:
     return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2_E)))
 
 
-def _iota(shape: tuple[int, ...], axis: int) -> Array:
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+def _iota(size: int, axis: int) -> Array:
+    """Return 0 to size - 1, to be laid along the axis of a matrix."""
+    layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)

@@ -1,9 +1,11 @@
 """What a program of the Mosaic GPU kernel is: its sizes, operands, shared memory, units of work.
 
-A program is one warpgroup. It takes units in turn: the query rows of a strip, for all query heads
-of one KV head, and a split of their context. So a page is read once for the heads of its group.
+A program is a warpgroup that loads (`mosaic_gpu_producer.py`) and one or two that multiply, 64
+lines each. It takes units in turn: the query rows of a strip, for all query heads of one KV head,
+and a split of their context. So a page is read once for the heads of its group.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,11 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from .scoring import Scoring
-from .splits import LINE_GROUP, locate_in_work
+from .splits import LINE_GROUP, for_each_unit, locate_in_work
 
-ROWS = 64  # of a WGMMA
+ROWS = 64  # of a WGMMA, which one consumer issues
 CHUNK = 64  # tokens of context in one trip of the loop
-RING = 4  # chunks of K and V in shared memory; one of them is being read
 
 
 class Static(NamedTuple):
@@ -29,12 +30,16 @@ class Static(NamedTuple):
         heads: query heads of a KV head, padded to a power of two.
         programs: programs in all.
         num_lines: lines of results of a KV head.
+        head_dim: numbers of a key; 64 or 128.
+        ring: chunks of K and V in shared memory.
     """
 
     rows: int
     heads: int
     programs: int
     num_lines: int
+    head_dim: int
+    ring: int
     scoring: Scoring
     interpret: plgpu.InterpretGPUParams | None
 
@@ -42,6 +47,48 @@ class Static(NamedTuple):
     def size(self) -> int:
         """Return the lines of a strip, in whole groups."""
         return pl.cdiv(self.rows * self.heads, LINE_GROUP) * LINE_GROUP
+
+    @property
+    def consumers(self) -> int:
+        """Return the warpgroups that multiply."""
+        return pl.cdiv(self.size, ROWS)
+
+    @property
+    def query_slots(self) -> int:
+        """Return how many units have their queries in shared memory. With two consumers it is full.
+
+        The queries of a unit are free once its last scores are there, before its values are.
+        """
+        return 2 if self.consumers == 1 else 1
+
+    @property
+    def part(self) -> int:
+        """Return the columns of a product with values, and of results on their way, at once.
+
+        With two consumers there are no registers and no shared memory for more.
+        """
+        if self.consumers == 1:
+            return self.head_dim
+        return 64
+
+
+def strip_rows(tile: int, heads: int, block_size: int, scoring: Scoring) -> int:
+    """Return the query tokens of a strip of a tile: of 128 lines, or of 64.
+
+    Copies of many small pages and a soft cap take registers that two consumers do not leave.
+
+    Example, a tile of 32 tokens, 4 heads, pages of 16, no soft cap: 32, so 128 lines.
+    """
+    has_two = tile > 1 and block_size >= 16 and scoring.soft_cap is None
+    return min(tile, ROWS * (1 + has_two) // heads)
+
+
+def ring_size(lines: int, head_dim: int) -> int:
+    """Return the chunks of K and V that fit shared memory: 128 KB of them, or 96 of two consumers.
+
+    Example, 64 lines: head_dim 64 -> 8, 128 -> 4; 128 lines: 6 and 3.
+    """
+    return (4 if lines <= ROWS else 3) * (128 // head_dim)
 
 
 class Refs(NamedTuple):
@@ -64,7 +111,11 @@ class Refs(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """References to shared memory and barriers; K and V are rings of chunks with a barrier each."""
+    """References to shared memory and barriers.
+
+    Queries, K and V are rings. Of each place one barrier says that a copy has arrived, and one
+    that all consumers are done with it. `v_clean` says that values nobody sees were cleared.
+    """
 
     q: Any
     k: Any
@@ -73,8 +124,12 @@ class Scratch(NamedTuple):
     out: Any
     lse: Any
     q_ready: Any
+    q_free: Any
     k_ready: Any
+    k_free: Any
     v_ready: Any
+    v_free: Any
+    v_clean: Any
 
 
 class Unit(NamedTuple):
@@ -91,7 +146,7 @@ class Unit(NamedTuple):
     kv_head: Array
     seq: Array
     position: Array
-    first_key: Array | int
+    first_key: Array
     end_key: Array
     start: Array
     chunks: Array
@@ -109,24 +164,60 @@ class Kernel(NamedTuple):
     refs: Refs
     smem: Scratch
     static: Static
-    unit: Unit
 
 
-def scratch_types(block_size: int, head_dim: int, dtype) -> dict[str, Any]:
+class Place(NamedTuple):
+    """How many units and chunks of context a program has had before: places in the rings."""
+
+    unit: Array
+    chunk: Array
+
+
+def scratch_types(block_size: int, dtype, static: Static) -> dict[str, Any]:
     """Return the types of `Scratch`, by name."""
+    consumers, ring, slots = static.consumers, static.ring, static.query_slots
+    head_dim = static.head_dim
+    barriers = partial(plgpu.Barrier, num_barriers=ring)
     pages = CHUNK // block_size  # each arrives on its own
-    ready = partial(plgpu.Barrier, num_arrivals=pages, num_barriers=RING)
     return Scratch(
-        q=_tiled((ROWS, head_dim), dtype),
-        k=_tiled((RING, CHUNK, head_dim), dtype),
-        v=_tiled((RING, CHUNK, head_dim), dtype),
-        weights=_tiled((2, ROWS, CHUNK), dtype),
-        out=_tiled((ROWS, head_dim), jnp.float32),
-        lse=plgpu.SMEM((ROWS,), jnp.float32),
-        q_ready=plgpu.Barrier(),
-        k_ready=ready(),
-        v_ready=ready(),
+        q=_tiled((slots, consumers, ROWS, head_dim), dtype),
+        k=_tiled((ring, CHUNK, head_dim), dtype),
+        v=_tiled((ring, CHUNK, head_dim), dtype),
+        weights=_tiled((consumers, 2, ROWS, CHUNK), dtype),
+        out=_tiled((consumers, ROWS, static.part), jnp.float32),
+        lse=plgpu.SMEM((consumers, ROWS), jnp.float32),
+        q_ready=plgpu.Barrier(num_arrivals=consumers, num_barriers=slots),
+        q_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=slots),
+        k_ready=barriers(num_arrivals=pages),
+        k_free=barriers(num_arrivals=consumers),
+        v_ready=barriers(num_arrivals=pages),
+        v_free=barriers(num_arrivals=consumers),
+        v_clean=barriers(),
     )._asdict()
+
+
+def in_ring(number, size: int) -> tuple[Array, Array]:
+    """Return the place of the item in a ring, and whether it held another: 5 of 4 -> 1, True."""
+    return lax.rem(number, jnp.int32(size)), number >= size
+
+
+def walk_units(kernel: Kernel, run: Callable[[Unit, Place], None]) -> None:
+    """Call `run` for the units of this program. The next one's numbers are read before it."""
+    refs, _, static = kernel
+    kv_heads = refs.k.shape[2]
+    last = jnp.maximum(refs.num_splits[0] * kv_heads - 1, 0)
+
+    def locate(number):
+        return locate_unit(jnp.clip(number, 0, last), refs, static)
+
+    def run_next(number, place):
+        unit = locate(number)
+        run(unit, place)
+        return Place(place.unit + 1, place.chunk + unit.chunks)
+
+    program = lax.axis_index("program")
+    start = Place(jnp.int32(0), jnp.int32(0))
+    for_each_unit(program, static.programs, refs.num_splits[0], kv_heads, run_next, start)
 
 
 def _tiled(shape: tuple[int, ...], dtype):
@@ -149,7 +240,7 @@ def locate_unit(number, refs: Refs, static: Static) -> Unit:
         ref[split] for ref in (refs.strips, refs.split_starts, refs.split_ends)
     )
     position, window = refs.positions[strip], static.scoring.window
-    first_key = 0 if window is None else jnp.maximum(position - (window - 1), 0)
+    first_key = jnp.maximum(position - (window - 1), 0) if window is not None else jnp.int32(0)
     count, chunks = refs.counts[strip], pl.cdiv(end_key - start, jnp.int32(CHUNK))
     whole_begin = jnp.int32(0)
     if window is not None:  # the last row's window begins last

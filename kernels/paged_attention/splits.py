@@ -101,16 +101,11 @@ class Work(NamedTuple):
     num_splits: Int[Array, "1"]
 
 
-def for_each_unit(program, programs: int, num_splits, kv_heads, run: Callable) -> None:
-    """Call `run(number)` for the units of one program, in a loop of the kernel."""
+def for_each_unit(program, programs: int, num_splits, kv_heads, run: Callable, carry):
+    """Fold `run(number, carry)` over the units of one program, in a loop of the kernel."""
     num_units = num_splits * kv_heads
     trips = pl.cdiv(jnp.maximum(num_units - program, 0), jnp.int32(programs))
-
-    def run_next(trip, carry):
-        run(program + trip * programs)
-        return carry
-
-    lax.fori_loop(0, trips, run_next, jnp.int32(0))
+    return lax.fori_loop(0, trips, lambda i, carry: run(program + i * programs, carry), carry)
 
 
 def locate_in_work(number, kv_heads: int) -> tuple[Array, Array]:

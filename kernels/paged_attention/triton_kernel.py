@@ -71,11 +71,12 @@ def run_program(*refs, static: Static, has_scale: tuple[bool, ...]) -> None:
     """Do the units of work of one program."""
     refs = Refs.of(refs, has_scale)
 
-    def run(number):
+    def run(number, carry):
         _run_unit(refs, static, Unit.of(refs, number))
+        return carry
 
     sizes = static.programs, refs.num_splits[0], refs.k.shape[2]
-    for_each_unit(pl.program_id(0), *sizes, run)
+    for_each_unit(pl.program_id(0), *sizes, run, jnp.int32(0))
 
 
 def _run_unit(refs: Refs, static: Static, unit: Unit) -> None:

@@ -24,7 +24,7 @@ from . import dispatch
 from .combine import Partials
 from .in_splits import Kernel, attend_in_splits
 from .mosaic_gpu_kernel import run_program
-from .mosaic_gpu_program import CHUNK, Static, ring_size, scratch_types, strip_rows
+from .mosaic_gpu_program import CHUNK, Static, scratch_types, strip_rows
 from .plan import AttentionPlan
 from .scoring import Scales, Scoring
 from .splits import LINE_GROUP, Work
@@ -56,9 +56,7 @@ def attend(
         return strip_rows(tile, heads, k_pages.shape[1], scoring)
 
     def run(strips: QueryTiles, work: Work, tile: int, num_lines: int) -> Partials:
-        ring = ring_size(rows(tile) * heads, head_dim)
-        sizes = rows(tile), heads, programs, num_lines, head_dim, ring
-        static = Static(*sizes, scoring, params)
+        static = Static(rows(tile), heads, programs, num_lines, head_dim, scoring, params)
         return _run(q, k_pages, v_pages, plan.tables, strips, work, static)
 
     kernel = Kernel(run=run, heads=heads, rows=rows, chunk=lambda _: CHUNK)

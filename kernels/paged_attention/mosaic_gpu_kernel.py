@@ -11,6 +11,7 @@ about 510 cycles, of which the first half runs beside the softmax: near 1,050 cy
 waits. On paper: nothing was measured.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ from .mosaic_gpu_program import (
 from .scoring import LOG2_E, LOWEST
 from .splits import LINE_GROUP
 
-# Registers of a thread of two consumers and a producer: 504 of the 512 that there are for three.
+# Registers of a thread of two consumers and a producer: 504 for three, what they are launched with.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 
 
@@ -83,16 +84,17 @@ def _consume(kernel: Kernel, consumer: int) -> None:
 def _attend(turn: Turn) -> None:
     """Run the loop over the context of a unit. Only the edges of a context are masked."""
     smem, unit, static = turn.kernel.smem, turn.unit, turn.kernel.static
-    q_slot, _ = in_ring(turn.place.unit, static.query_slots)
+    q_slot = in_ring(turn.place.unit, static.query_slots)
     plgpu.barrier_wait(smem.q_ready.at[q_slot])
     masked, whole = (partial(_advance, turn, is_masked) for is_masked in (True, False))
     last = unit.chunks - 1
-    carry = _score_first(turn), _start_sums(static)
-    begin = jnp.minimum(unit.whole_begin, last)
+    begin, end = (jnp.minimum(x, last) for x in (unit.whole_begin, unit.whole_end))
+    products, _ = _multiply_keys(turn, 0)
+    carry = products, _start_sums(static)
     if static.scoring.window is not None:
         carry = lax.fori_loop(0, begin, masked, carry)
-    carry = lax.fori_loop(begin, jnp.minimum(unit.whole_end, last), whole, carry)
-    products, sums = lax.fori_loop(jnp.minimum(unit.whole_end, last), last, masked, carry)
+    carry = lax.fori_loop(begin, end, whole, carry)
+    products, sums = lax.fori_loop(end, last, masked, carry)
     plgpu.barrier_arrive(smem.q_free.at[q_slot])
     sums, decay = _add_weights(turn, True, last, products, sums)
     _write(turn, *_finish(_add_values(turn, True, last, sums, decay)))
@@ -112,11 +114,6 @@ def _start_sums(static: Static) -> Sums:
     )
 
 
-def _score_first(turn: Turn) -> Array:
-    products, _ = _multiply_keys(turn, 0, lambda: None)
-    return products
-
-
 def _advance(turn: Turn, is_masked: bool, i, carry: tuple[Array, Sums]) -> tuple[Array, Sums]:
     """Add chunk i of the context to the sums, and multiply the keys of the next."""
     products, sums = carry
@@ -125,22 +122,27 @@ def _advance(turn: Turn, is_masked: bool, i, carry: tuple[Array, Sums]) -> tuple
     return products, _add_values(turn, is_masked, i, sums, decay)
 
 
-def _multiply_keys(turn: Turn, i, meanwhile):
+def _multiply_keys(turn: Turn, i, meanwhile: Callable = lambda: None):
     """Return the products of the queries and the keys of chunk i, and what `meanwhile` returns."""
     smem, static = turn.kernel.smem, turn.kernel.static
-    q_slot, _ = in_ring(turn.place.unit, static.query_slots)
-    slot, _ = in_ring(turn.place.chunk + i, static.ring)
+    q_slot = in_ring(turn.place.unit, static.query_slots)
+    slot = in_ring(turn.place.chunk + i, static.ring)
     plgpu.barrier_wait(smem.k_ready.at[slot])
-
-    def run(accumulator):
-        keys = smem.k.at[slot].transpose((1, 0))
-        plgpu.wgmma(accumulator, smem.q.at[q_slot, turn.consumer], keys)
-        result = meanwhile()
-        return accumulator[...], result  # which waits for the product
-
-    results = pl.run_scoped(run, plgpu.ACC((ROWS, CHUNK), jnp.float32))
+    keys = smem.k.at[slot].transpose((1, 0))
+    results = _multiply(smem.q.at[q_slot, turn.consumer], keys, meanwhile)
     plgpu.barrier_arrive(smem.k_free.at[slot])
     return results
+
+
+def _multiply(a, b, meanwhile: Callable = lambda: None):
+    """Return the product of two matrices in shared memory, and what `meanwhile` returns."""
+
+    def run(accumulator):
+        plgpu.wgmma(accumulator, a, b)
+        result = meanwhile()
+        return accumulator[...], result  # waits for the product
+
+    return pl.run_scoped(run, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
 def _add_weights(turn: Turn, is_masked: bool, i, products, sums: Sums) -> tuple[Sums, Array]:
@@ -157,7 +159,7 @@ def _add_weights(turn: Turn, is_masked: bool, i, products, sums: Sums) -> tuple[
     weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
     decay = jnp.exp2(sums.top - top)
     total = sums.total * decay + weights.sum(axis=1)
-    slot, _ = in_ring(i, 2)
+    slot = in_ring(i, 2)
     smem.weights[turn.consumer, slot] = weights.astype(smem.weights.dtype)
     # Makes the stores visible to WGMMA. It is a barrier, so nothing reads the weights before these.
     plgpu.commit_smem()
@@ -191,30 +193,20 @@ def _mask(scores, i, turn: Turn) -> Array:
 def _add_values(turn: Turn, is_masked: bool, i, sums: Sums, decay) -> Sums:
     """Return the sums with the values of chunk i, by the weights that are in shared memory."""
     smem, static = turn.kernel.smem, turn.kernel.static
-    slot, _ = in_ring(turn.place.chunk + i, static.ring)
+    slot = in_ring(turn.place.chunk + i, static.ring)
     plgpu.barrier_wait(smem.v_ready.at[slot])
     if is_masked:
         first = turn.unit.start + i * CHUNK
         has_outside = (first < turn.unit.first_key) | (first + CHUNK > turn.unit.end_key)
         pl.when(has_outside)(partial(_clear_outside, turn, slot, first))
-    slots = turn.consumer, in_ring(i, 2)[0]
+    slots = turn.consumer, in_ring(i, 2)
     acc = []
     for part, before in enumerate(sums.acc):
         columns = pl.ds(part * static.part, static.part)
-        product = _multiply(smem.weights.at[slots], smem.v.at[slot, :, columns])
+        product, _ = _multiply(smem.weights.at[slots], smem.v.at[slot, :, columns])
         acc.append(before * lax.broadcast_in_dim(decay, before.shape, [0]) + product)
     plgpu.barrier_arrive(smem.v_free.at[slot])
     return sums._replace(acc=tuple(acc))
-
-
-def _multiply(a, b) -> Array:
-    """Return the product of two matrices in shared memory."""
-
-    def run(accumulator):
-        plgpu.wgmma(accumulator, a, b)
-        return accumulator[...]  # which waits for it
-
-    return pl.run_scoped(run, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
 def _clear_outside(turn: Turn, slot, first) -> None:
@@ -223,7 +215,6 @@ def _clear_outside(turn: Turn, slot, first) -> None:
     The first consumer does, and another waits until it has.
     """
     smem, unit = turn.kernel.smem, turn.unit
-
     if turn.consumer > 0:
         plgpu.barrier_wait(smem.v_clean.at[slot])
         return

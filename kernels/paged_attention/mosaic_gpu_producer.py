@@ -2,8 +2,8 @@
 
 It takes the same units in the same order as they do, and runs ahead of them as far as the rings in
 shared memory let it: the queries and the first chunks of the next unit arrive while the last unit
-is still multiplied. A page comes through TMA. The block table is read
-before the wait for a free place.
+is still multiplied. A page comes through TMA. The block table is read before the wait for a free
+place.
 """
 
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ def load_unit(kernel: Kernel, unit: Unit, place: Place) -> None:
 def _load_queries(kernel: Kernel, unit: Unit, number) -> None:
     """Start the copies of the queries of the unit that is `number` in this program's order."""
     refs, smem, static = kernel
-    slot, used = in_ring(number, static.query_slots)
-    _wait_if(used, smem.q_free.at[slot])
+    slot = in_ring(number, static.query_slots)
+    _wait_if(number >= static.query_slots, smem.q_free.at[slot])
     queries = refs.q.at[unit.strip, unit.kv_head]
     for consumer in range(static.consumers):
         first = consumer * ROWS
@@ -57,13 +57,13 @@ def _read_table(kernel: Kernel, unit: Unit, chunk) -> tuple[Array, ...]:
 def _load_pages(kernel: Kernel, unit: Unit, number, blocks: tuple[Array, ...]) -> None:
     """Start the copies of K and V of the chunk that is `number` in this program's order."""
     refs, smem, static = kernel
-    slot, used = in_ring(number, static.ring)
+    slot = in_ring(number, static.ring)
     block_size = refs.k.shape[1]
     for pages, ring, ready, free in (
         (refs.k, smem.k, smem.k_ready, smem.k_free),
         (refs.v, smem.v, smem.v_ready, smem.v_free),
     ):
-        _wait_if(used, free.at[slot])
+        _wait_if(number >= static.ring, free.at[slot])
         for j, block in enumerate(blocks):
             to = ring.at[slot, pl.ds(j * block_size, block_size)]
             page = pages.at[block, slice(None), unit.kv_head]

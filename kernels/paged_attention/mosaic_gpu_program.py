@@ -31,7 +31,6 @@ class Static(NamedTuple):
         programs: programs in all.
         num_lines: lines of results of a KV head.
         head_dim: numbers of a key; 64 or 128.
-        ring: chunks of K and V in shared memory.
     """
 
     rows: int
@@ -39,7 +38,6 @@ class Static(NamedTuple):
     programs: int
     num_lines: int
     head_dim: int
-    ring: int
     scoring: Scoring
     interpret: plgpu.InterpretGPUParams | None
 
@@ -54,12 +52,20 @@ class Static(NamedTuple):
         return pl.cdiv(self.size, ROWS)
 
     @property
+    def ring(self) -> int:
+        """Return the chunks of K and V that fit shared memory: 128 KB, or 96 of two consumers.
+
+        Example: head_dim 64 -> 8, 128 -> 4; with two consumers 6 and 3.
+        """
+        return (5 - self.consumers) * (128 // self.head_dim)
+
+    @property
     def query_slots(self) -> int:
         """Return how many units have their queries in shared memory. With two consumers it is full.
 
         The queries of a unit are free once its last scores are there, before its values are.
         """
-        return 2 if self.consumers == 1 else 1
+        return 3 - self.consumers
 
     @property
     def part(self) -> int:
@@ -67,9 +73,7 @@ class Static(NamedTuple):
 
         With two consumers there are no registers and no shared memory for more.
         """
-        if self.consumers == 1:
-            return self.head_dim
-        return 64
+        return self.head_dim if self.consumers == 1 else 64
 
 
 def strip_rows(tile: int, heads: int, block_size: int, scoring: Scoring) -> int:
@@ -81,14 +85,6 @@ def strip_rows(tile: int, heads: int, block_size: int, scoring: Scoring) -> int:
     """
     has_two = tile > 1 and block_size >= 16 and scoring.soft_cap is None
     return min(tile, ROWS * (1 + has_two) // heads)
-
-
-def ring_size(lines: int, head_dim: int) -> int:
-    """Return the chunks of K and V that fit shared memory: 128 KB of them, or 96 of two consumers.
-
-    Example, 64 lines: head_dim 64 -> 8, 128 -> 4; 128 lines: 6 and 3.
-    """
-    return (4 if lines <= ROWS else 3) * (128 // head_dim)
 
 
 class Refs(NamedTuple):
@@ -196,28 +192,23 @@ def scratch_types(block_size: int, dtype, static: Static) -> dict[str, Any]:
     )._asdict()
 
 
-def in_ring(number, size: int) -> tuple[Array, Array]:
-    """Return the place of the item in a ring, and whether it held another: 5 of 4 -> 1, True."""
-    return lax.rem(number, jnp.int32(size)), number >= size
+def in_ring(number, size: int) -> Array:
+    """Return the place of an item in a ring: item 5 of a ring of 4 -> 1."""
+    return lax.rem(number, jnp.int32(size))
 
 
 def walk_units(kernel: Kernel, run: Callable[[Unit, Place], None]) -> None:
-    """Call `run` for the units of this program. The next one's numbers are read before it."""
+    """Call `run` for the units of this program, with their places in the rings."""
     refs, _, static = kernel
-    kv_heads = refs.k.shape[2]
-    last = jnp.maximum(refs.num_splits[0] * kv_heads - 1, 0)
-
-    def locate(number):
-        return locate_unit(jnp.clip(number, 0, last), refs, static)
 
     def run_next(number, place):
-        unit = locate(number)
+        unit = locate_unit(number, refs, static)
         run(unit, place)
         return Place(place.unit + 1, place.chunk + unit.chunks)
 
-    program = lax.axis_index("program")
+    sizes = static.programs, refs.num_splits[0], refs.k.shape[2]
     start = Place(jnp.int32(0), jnp.int32(0))
-    for_each_unit(program, static.programs, refs.num_splits[0], kv_heads, run_next, start)
+    for_each_unit(lax.axis_index("program"), *sizes, run_next, start)
 
 
 def _tiled(shape: tuple[int, ...], dtype):
